@@ -1,0 +1,115 @@
+/* The table of ops that a backend fills. An architecture is a list of calls to these; a backend knows nothing of sessions or the pool.
+ *
+ * Memory. All float buffers are memory of the backend (mem_alloc): the CPU backends hand out plain memory, a GPU backend device memory, and
+ * moves bytes with copy_in / copy_out / copy. Ops may be queued: `wait` returns when everything queued is done, and only its status counts then.
+ *
+ * Order. What one output element sums, and in which order, may depend on its own operands and positions only (DESIGN 5.1): never on the number
+ * of tokens, segments, threads or blocks of a launch. csrc/cpu/ref.c is the definition that every other backend is tested against. */
+#ifndef DS4_BACKEND_H
+#define DS4_BACKEND_H
+
+#include "ds4.h"
+
+#define DS4_PAGE_ROWS 64u      /* rows of a page */
+#define DS4_PAGE_ROWS_SMALL 8u /* rows of a page in a stream whose reach is below 64 */
+#define DS4_KEY_BLOCK 64u      /* attention: keys are taken in blocks of 64 absolute rows */
+#define DS4_KEY_SPLIT 512u     /* attention: partial results are merged at every multiple of 512 rows */
+#define DS4_QUANT_BLOCK 32u    /* weights and activations of the integer formats */
+#define DS4_STREAM_PARTS 2
+
+enum ds4_kv_type { DS4_KV_F32 = 0, DS4_KV_F16 = 1, DS4_KV_Q8_0 = 2, DS4_KV_ENGINE = 255 }; /* 255: what the engine's kv_dtype says */
+
+/* One part (K or V) of a row: `heads` vectors of `width` numbers.
+ *
+ * In a page, layer after layer, part after part, head after head lies a tile of page_rows vectors. `across` turns the tile so that one number of all
+ * rows is contiguous (K: a SIMD lane is a key), else one row is (V: a lane is a dimension):
+ *
+ *   across = 0   row 0: n0 n1 .. nW-1 | row 1: ..         across = 1   n0: row 0 row 1 .. row R-1 | n1: ..
+ *
+ * q8_0: the tile of int8 is followed by a tile of f16 scales, one per `group` numbers, turned the same way. */
+typedef struct ds4_part {
+  uint32_t heads, width, across, type, group; /* group 0 unless type is DS4_KV_Q8_0 */
+  uint64_t tile_bytes;                        /* of one head */
+  uint64_t offset;                            /* of the part inside a layer's piece of the page */
+  uint64_t row_bytes;                         /* of one row of one layer, all heads, as ds4_session_rows gives it */
+} ds4_part;
+
+typedef struct ds4_layout {
+  uint32_t n_layers, page_rows, n_parts;
+  ds4_part part[DS4_STREAM_PARTS];
+  uint64_t layer_bytes, page_bytes, row_bytes;
+} ds4_layout;
+
+/* The pages of one session's stream as a kernel sees them: page i of the stream is pages[i - first_page]; a page out of reach is NULL. */
+typedef struct ds4_view {
+  uint8_t *const *pages;
+  uint32_t first_page, n_pages;
+} ds4_view;
+
+/* The tokens of one round. Tokens of one segment are neighbours, in ascending position. */
+typedef struct ds4_batch {
+  uint32_t n, n_segments;
+  const int32_t *ids;
+  const uint32_t *pos;     /* [n] */
+  const uint32_t *segment; /* [n] */
+} ds4_batch;
+
+typedef struct ds4_backend ds4_backend;
+typedef struct ds4_weight ds4_weight; /* a matrix in the backend's own layout */
+
+/* Asked by the calling thread between ops and inside long ones; non-zero: stop, the round is thrown away. */
+typedef int (*ds4_poll)(void *user);
+
+typedef struct ds4_attend {
+  const ds4_layout *layout;
+  const ds4_view *views; /* [n_segments] */
+  const ds4_batch *batch;
+  const uint32_t *lo, *hi; /* [n] token i reads rows lo[i] <= row < hi[i]; lo == hi gives zeros */
+  uint32_t layer, n_heads; /* query heads; the stream's heads divide them (GQA) */
+  uint32_t value_part;     /* 1, or 0 when one part serves as key and value */
+  float scale;
+  const float *q; /* [n][n_heads * width] */
+  float *out;     /* [n][n_heads * width of the value part] */
+} ds4_attend;
+
+typedef struct ds4_ops {
+  const char *name;
+  int (*open)(int32_t threads, ds4_backend **out, ds4_error *err);
+  void (*close)(ds4_backend *b);
+  const char *(*isa)(const ds4_backend *b);
+  uint32_t (*threads)(const ds4_backend *b);
+
+  /* device memory, asynchronous copies, completion */
+  void *(*mem_alloc)(ds4_backend *b, uint64_t bytes); /* 64-byte aligned; NULL when there is none */
+  void (*mem_free)(ds4_backend *b, void *mem, uint64_t bytes);
+  int (*copy_in)(ds4_backend *b, void *device, const void *host, uint64_t bytes);
+  int (*copy_out)(ds4_backend *b, void *host, const void *device, uint64_t bytes);
+  int (*copy)(ds4_backend *b, void *to, const void *from, uint64_t bytes); /* device to device */
+  int (*wait)(ds4_backend *b);
+  void (*begin)(ds4_backend *b, ds4_poll poll, void *user); /* opens a round: sets the floating-point mode of the calling thread */
+  void (*end)(ds4_backend *b);                              /* and restores it */
+
+  /* weights */
+  int (*weight_new)(ds4_backend *b, int32_t format, uint64_t rows, uint64_t cols, const void *data, uint64_t nbytes, ds4_weight **out,
+                    ds4_error *err);
+  void (*weight_free)(ds4_backend *b, ds4_weight *w);
+  uint64_t (*weight_bytes)(const ds4_weight *w); /* memory of its own, not the caller's */
+
+  /* ops; each returns a status. x, y, out are [n][width] row-major */
+  int (*embed)(ds4_backend *b, const ds4_weight *w, const int32_t *ids, uint32_t n, float *out);
+  int (*rms_norm)(ds4_backend *b, const float *x, const float *weight, uint32_t n, uint32_t width, float eps, float *out);
+  int (*matmul)(ds4_backend *b, const ds4_weight *const *w, float *const *out, uint32_t n_w, const float *x, uint32_t n); /* same x for all */
+  int (*rope)(ds4_backend *b, float *x, const uint32_t *pos, uint32_t n, uint32_t heads, uint32_t width, const float *table,
+              uint32_t interleaved); /* table[pos][width / 2][cos, sin] */
+  int (*rows_write)(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *views, const ds4_batch *batch,
+                    const uint32_t *row, const float *x); /* rounds to the KV type; row[i] is the row of token i */
+  int (*rows_read)(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, uint32_t n,
+                   float *out);
+  int (*attend)(ds4_backend *b, const ds4_attend *a);
+  int (*swiglu)(ds4_backend *b, const float *gate, const float *up, uint64_t n, float *out); /* silu(gate) * up */
+  int (*add)(ds4_backend *b, float *x, const float *y, uint64_t n);                            /* x += y */
+} ds4_ops;
+
+extern const ds4_ops ds4_ref_ops, ds4_cpu_ops;
+
+#endif

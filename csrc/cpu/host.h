@@ -1,0 +1,15 @@
+/* Plain memory, as both CPU backends use it. */
+#ifndef DS4_HOST_H
+#define DS4_HOST_H
+
+#include "../internal.h"
+
+void *ds4_host_alloc(ds4_backend *b, uint64_t bytes);
+void ds4_host_free(ds4_backend *b, void *mem, uint64_t bytes);
+int ds4_host_copy(ds4_backend *b, void *to, const void *from, uint64_t bytes);
+int ds4_host_wait(ds4_backend *b);
+
+/* The page of a row in a view. */
+static inline uint8_t *ds4_view_page(const ds4_view *v, const ds4_layout *l, uint32_t row) { return v->pages[row / l->page_rows - v->first_page]; }
+
+#endif

@@ -1,0 +1,354 @@
+/* Backend "ref": plain scalar C, one thread, weights read where the file has them. It defines what every op computes, down to the order of
+ * operations; the other backends are tested against it bit for bit. Written to be read, not to be fast. */
+#include "host.h"
+
+#include <stdlib.h>
+#include <string.h>
+
+#include "../formats.h"
+
+struct ds4_backend {
+  ds4_poll poll;
+  void *user;
+  uint32_t mode;
+};
+
+struct ds4_weight {
+  const ds4_format_info *format;
+  uint64_t rows, cols, row_bytes;
+  const uint8_t *data;
+};
+
+static int ref_open(int32_t threads, ds4_backend **out, ds4_error *err) {
+  (void)threads;
+  *out = calloc(1, sizeof **out);
+  return *out ? DS4_OK : ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for the backend");
+}
+
+static void ref_close(ds4_backend *b) { free(b); }
+static const char *ref_isa(const ds4_backend *b) { return (void)b, "scalar"; }
+static uint32_t ref_threads(const ds4_backend *b) { return (void)b, 1; }
+
+static void ref_begin(ds4_backend *b, ds4_poll poll, void *user) {
+  b->poll = poll;
+  b->user = user;
+  b->mode = ds4_float_mode_set();
+}
+
+static void ref_end(ds4_backend *b) {
+  ds4_float_mode_restore(b->mode);
+  b->poll = NULL;
+}
+
+static bool stop(ds4_backend *b) { return b->poll && b->poll(b->user); }
+
+/* ---- weights --------------------------------------------------------------------------------------------------------------------- */
+
+static int ref_weight_new(ds4_backend *b, int32_t format, uint64_t rows, uint64_t cols, const void *data, uint64_t nbytes, ds4_weight **out, ds4_error *err) {
+  (void)b;
+  ds4_weight *w = calloc(1, sizeof *w);
+  if (!w) return ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for a weight");
+  *w = (ds4_weight){.format = ds4_format_find(format), .rows = rows, .cols = cols, .row_bytes = nbytes / rows, .data = data};
+  *out = w;
+  return DS4_OK;
+}
+
+static void ref_weight_free(ds4_backend *b, ds4_weight *w) { (void)b, free(w); }
+static uint64_t ref_weight_bytes(const ds4_weight *w) { return (void)w, 0; }
+
+static void row_floats(const ds4_weight *w, uint64_t row, float *out) {
+  const uint8_t *p = w->data + row * w->row_bytes;
+  for (uint64_t k = 0; k < w->cols; k += w->format->block, p += w->format->bytes) w->format->dequant(p, w->format->block, out + k);
+}
+
+static int ref_embed(ds4_backend *b, const ds4_weight *w, const int32_t *ids, uint32_t n, float *out) {
+  (void)b;
+  for (uint32_t i = 0; i < n; i++) row_floats(w, (uint64_t)ids[i], out + i * w->cols);
+  return DS4_OK;
+}
+
+/* Float weights: one chain of fused multiply-adds over ascending k. */
+static float dot_float(const float *w, const float *x, uint64_t cols) {
+  float sum = 0.0f;
+  for (uint64_t k = 0; k < cols; k++) sum = fmaf(w[k], x[k], sum);
+  return sum;
+}
+
+/* Activations of one token as int8 blocks. */
+typedef struct quant {
+  int8_t *q;     /* [cols] */
+  float *d, *dq; /* [cols / 32] scale; scale * sum of q */
+} quant;
+
+/* Integer weights: an exact integer sum inside a block, then one chain over the blocks: sum += (dw * dx) * isum; with a minimum also sum += m * (dx * sum of q). */
+static float dot_quant(const ds4_weight *w, uint64_t row, const quant *x) {
+  const uint8_t *p = w->data + row * w->row_bytes;
+  float sum = 0.0f;
+  for (uint64_t k = 0; k < w->cols / 32; k++, p += w->format->bytes) {
+    const int8_t *q = x->q + k * 32;
+    int32_t isum = 0;
+    if (w->format->format == DS4_Q8_0)
+      for (int i = 0; i < 32; i++) isum += (int8_t)p[2 + i] * q[i];
+    else
+      for (int i = 0; i < 16; i++) isum += (p[4 + i] & 15) * q[i] + (p[4 + i] >> 4) * q[i + 16];
+    sum = fmaf(ds4_f16(ds4_load_u16(p)) * x->d[k], (float)isum, sum);
+    if (w->format->format == DS4_Q4_1) sum = fmaf(ds4_f16(ds4_load_u16(p + 2)), x->dq[k], sum);
+  }
+  return sum;
+}
+
+static int matmul_float(ds4_backend *b, const ds4_weight *w, float *out, const float *x, uint32_t n) {
+  float *row = malloc(w->cols * sizeof *row);
+  int status = row ? DS4_OK : DS4_ENOMEM;
+  for (uint64_t r = 0; !status && r < w->rows; r++) {
+    row_floats(w, r, row);
+    for (uint32_t t = 0; t < n; t++) out[t * w->rows + r] = dot_float(row, x + t * w->cols, w->cols);
+    if (stop(b)) status = DS4_ECANCELLED;
+  }
+  free(row);
+  return status;
+}
+
+static int matmul_quant(ds4_backend *b, const ds4_weight *w, float *out, const float *x, uint32_t n) {
+  uint64_t blocks = w->cols / 32;
+  int8_t *q = malloc(n * w->cols);
+  float *d = malloc(n * blocks * 2 * sizeof *d);
+  int status = q && d ? DS4_OK : DS4_ENOMEM;
+  for (uint64_t i = 0; !status && i < n * blocks; i++) ds4_quant_block(x + i * 32, 32, q + i * 32, &d[i], &d[n * blocks + i]);
+  for (uint64_t r = 0; !status && r < w->rows; r++) {
+    for (uint32_t t = 0; t < n; t++) {
+      quant one = {q + t * w->cols, d + t * blocks, d + (n + t) * blocks};
+      out[t * w->rows + r] = dot_quant(w, r, &one);
+    }
+    if (stop(b)) status = DS4_ECANCELLED;
+  }
+  free(q);
+  free(d);
+  return status;
+}
+
+static int ref_matmul(ds4_backend *b, const ds4_weight *const *w, float *const *out, uint32_t n_w, const float *x, uint32_t n) {
+  int status = DS4_OK;
+  for (uint32_t i = 0; !status && i < n_w; i++)
+    status = w[i]->format->block == 1 ? matmul_float(b, w[i], out[i], x, n) : matmul_quant(b, w[i], out[i], x, n);
+  return status;
+}
+
+/* ---- vectors ---------------------------------------------------------------------------------------------------------------------- */
+
+/* x / sqrt(mean(x^2) + eps) * weight; the sum over 16 lanes and the fixed tree. */
+static int ref_rms_norm(ds4_backend *b, const float *x, const float *weight, uint32_t n, uint32_t width, float eps, float *out) {
+  (void)b;
+  for (uint32_t t = 0; t < n; t++, x += width, out += width) {
+    float lane[16] = {0};
+    for (uint32_t i = 0; i < width; i++) lane[i % 16] = fmaf(x[i], x[i], lane[i % 16]);
+    float scale = 1.0f / sqrtf(ds4_lane_sum(lane) / (float)width + eps);
+    for (uint32_t i = 0; i < width; i++) out[i] = x[i] * scale * weight[i];
+  }
+  return DS4_OK;
+}
+
+/* Rotates pairs of numbers by the angle of their position: (i, i + width/2), or (2i, 2i + 1) when interleaved. */
+static int ref_rope(ds4_backend *b, float *x, const uint32_t *pos, uint32_t n, uint32_t heads, uint32_t width, const float *table, uint32_t interleaved) {
+  (void)b;
+  uint32_t half = width / 2;
+  for (uint32_t t = 0; t < n; t++)
+    for (uint32_t h = 0; h < heads; h++, x += width)
+      for (uint32_t i = 0; i < half; i++) {
+        const float *cs = table + ((uint64_t)pos[t] * half + i) * 2;
+        float *a = interleaved ? x + 2 * i : x + i, *c = interleaved ? a + 1 : a + half;
+        float re = *a * cs[0] - *c * cs[1], im = *a * cs[1] + *c * cs[0];
+        *a = re;
+        *c = im;
+      }
+  return DS4_OK;
+}
+
+static int ref_swiglu(ds4_backend *b, const float *gate, const float *up, uint64_t n, float *out) {
+  (void)b;
+  for (uint64_t i = 0; i < n; i++) out[i] = ds4_silu(gate[i]) * up[i];
+  return DS4_OK;
+}
+
+static int ref_add(ds4_backend *b, float *x, const float *y, uint64_t n) {
+  (void)b;
+  for (uint64_t i = 0; i < n; i++) x[i] += y[i];
+  return DS4_OK;
+}
+
+/* ---- rows ----------------------------------------------------------------------------------------------------------------------- */
+
+/* Where number i (or scale i) of a row lies in a tile. */
+static uint64_t at(const ds4_part *p, uint32_t rows, uint32_t row, uint32_t i, uint32_t count) {
+  return p->across ? (uint64_t)i * rows + row : (uint64_t)row * count + i;
+}
+
+static void vector_write(const ds4_part *p, uint32_t rows, uint8_t *tile, uint32_t row, const float *x) {
+  uint16_t *half = (uint16_t *)(void *)tile;
+  int8_t *byte = (int8_t *)tile;
+  uint16_t *scale = (uint16_t *)(void *)(tile + (uint64_t)p->width * rows);
+  if (p->type == DS4_KV_F32)
+    for (uint32_t i = 0; i < p->width; i++) ((float *)(void *)tile)[at(p, rows, row, i, p->width)] = x[i];
+  if (p->type == DS4_KV_F16)
+    for (uint32_t i = 0; i < p->width; i++) half[at(p, rows, row, i, p->width)] = ds4_to_f16(x[i]);
+  if (p->type == DS4_KV_Q8_0)
+    for (uint32_t g = 0; g < p->width / p->group; g++) {
+      int8_t q[DS4_QUANT_BLOCK];
+      uint16_t d = ds4_quant_kv(x + g * p->group, p->group, q);
+      scale[at(p, rows, row, g, p->width / p->group)] = d;
+      for (uint32_t i = 0; i < p->group; i++) byte[at(p, rows, row, g * p->group + i, p->width)] = q[i];
+    }
+}
+
+static void vector_read(const ds4_part *p, uint32_t rows, const uint8_t *tile, uint32_t row, float *out) {
+  const uint16_t *half = (const uint16_t *)(const void *)tile;
+  const int8_t *byte = (const int8_t *)tile;
+  const uint16_t *scale = (const uint16_t *)(const void *)(tile + (uint64_t)p->width * rows);
+  for (uint32_t i = 0; i < p->width; i++) {
+    uint64_t k = at(p, rows, row, i, p->width);
+    if (p->type == DS4_KV_F32) out[i] = ((const float *)(const void *)tile)[k];
+    if (p->type == DS4_KV_F16) out[i] = ds4_f16(half[k]);
+    if (p->type == DS4_KV_Q8_0) out[i] = (float)byte[k] * ds4_f16(scale[at(p, rows, row, i / p->group, p->width / p->group)]);
+  }
+}
+
+static int ref_rows_write(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *views, const ds4_batch *batch, const uint32_t *row,
+                          const float *x) {
+  (void)b;
+  const ds4_part *p = &l->part[part];
+  for (uint32_t t = 0; t < batch->n; t++)
+    for (uint32_t h = 0; h < p->heads; h++, x += p->width) {
+      uint8_t *page = ds4_view_page(&views[batch->segment[t]], l, row[t]);
+      vector_write(p, l->page_rows, ds4_page_tile(l, page, layer, part, h), row[t] % l->page_rows, x);
+    }
+  return DS4_OK;
+}
+
+static int ref_rows_read(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, uint32_t n, float *out) {
+  (void)b;
+  const ds4_part *p = &l->part[part];
+  for (uint32_t r = row; r < row + n; r++)
+    for (uint32_t h = 0; h < p->heads; h++, out += p->width)
+      vector_read(p, l->page_rows, ds4_page_tile(l, ds4_view_page(view, l, r), layer, part, h), r % l->page_rows, out);
+  return DS4_OK;
+}
+
+/* ---- attention -------------------------------------------------------------------------------------------------------------------- */
+
+typedef struct partial { /* online softmax over some keys: maximum, sum of exponentials, weighted sum of values */
+  float max, sum, *out;
+} partial;
+
+typedef struct head {
+  const ds4_attend *a;
+  const ds4_view *view;
+  uint32_t kv; /* head of the stream */
+  const float *q;
+} head;
+
+/* One block of at most 64 keys, rows [from, to). */
+static void attend_block(const head *h, uint32_t from, uint32_t to, partial *acc, float *row) {
+  const ds4_layout *l = h->a->layout;
+  const ds4_part *key = &l->part[0], *value = &l->part[h->a->value_part];
+  float p[DS4_KEY_BLOCK], lane[16] = {0}, top = acc->max;
+  for (uint32_t r = from; r < to; r++) {
+    vector_read(key, l->page_rows, ds4_page_tile(l, ds4_view_page(h->view, l, r), h->a->layer, 0, h->kv), r % l->page_rows, row);
+    float s = 0.0f; /* the query is scaled before the product */
+    for (uint32_t i = 0; i < key->width; i++) s = fmaf(h->q[i], row[i], s);
+    p[r - from] = s;
+    top = s > top ? s : top;
+  }
+  float shrink = ds4_exp(acc->max - top);
+  for (uint32_t r = from; r < to; r++) {
+    p[r - from] = ds4_exp(p[r - from] - top);
+    lane[r % 16] += p[r - from];
+  }
+  acc->sum = fmaf(acc->sum, shrink, ds4_lane_sum(lane));
+  for (uint32_t i = 0; i < value->width; i++) acc->out[i] *= shrink;
+  for (uint32_t r = from; r < to; r++) {
+    vector_read(value, l->page_rows, ds4_page_tile(l, ds4_view_page(h->view, l, r), h->a->layer, h->a->value_part, h->kv), r % l->page_rows, row);
+    for (uint32_t i = 0; i < value->width; i++) acc->out[i] = fmaf(p[r - from], row[i], acc->out[i]);
+  }
+  acc->max = top;
+}
+
+/* Adds the partial result of a later split to that of the earlier ones. */
+static void merge(partial *into, const partial *next, uint32_t width, bool first) {
+  if (first) {
+    into->max = next->max;
+    into->sum = next->sum;
+    memcpy(into->out, next->out, width * sizeof *next->out);
+    return;
+  }
+  float top = next->max > into->max ? next->max : into->max, a = ds4_exp(into->max - top), b = ds4_exp(next->max - top);
+  into->max = top;
+  into->sum = fmaf(into->sum, a, next->sum * b);
+  for (uint32_t i = 0; i < width; i++) into->out[i] = fmaf(into->out[i], a, next->out[i] * b);
+}
+
+static void attend_head(const head *h, uint32_t lo, uint32_t hi, float *out, float *scratch) {
+  uint32_t width = h->a->layout->part[h->a->value_part].width;
+  partial all = {.out = out}, split = {.out = scratch};
+  memset(out, 0, width * sizeof *out);
+  for (uint32_t from = lo; from < hi;) {
+    uint32_t end = ds4_min_u32(hi, (from / DS4_KEY_SPLIT + 1) * DS4_KEY_SPLIT);
+    bool first = from == lo;
+    split.max = -INFINITY;
+    split.sum = 0.0f;
+    memset(scratch, 0, width * sizeof *scratch);
+    while (from < end) {
+      uint32_t to = ds4_min_u32(end, (from / DS4_KEY_BLOCK + 1) * DS4_KEY_BLOCK);
+      attend_block(h, from, to, &split, scratch + width);
+      from = to;
+    }
+    merge(&all, &split, width, first);
+  }
+  float inverse = 1.0f / all.sum;
+  for (uint32_t i = 0; lo < hi && i < width; i++) out[i] *= inverse;
+}
+
+static int ref_attend(ds4_backend *b, const ds4_attend *a) {
+  const ds4_part *key = &a->layout->part[0], *value = &a->layout->part[a->value_part];
+  uint32_t group = a->n_heads / key->heads;
+  float *scratch = malloc((2ull * key->width + 2ull * value->width) * sizeof *scratch); /* query, split, one row */
+  int status = scratch ? DS4_OK : DS4_ENOMEM;
+  for (uint32_t t = 0; !status && t < a->batch->n; t++) {
+    for (uint32_t i = 0; i < a->n_heads; i++) {
+      const float *q = a->q + ((uint64_t)t * a->n_heads + i) * key->width;
+      for (uint32_t k = 0; k < key->width; k++) scratch[k] = q[k] * a->scale;
+      head h = {a, &a->views[a->batch->segment[t]], i / group, scratch};
+      attend_head(&h, a->lo[t], a->hi[t], a->out + ((uint64_t)t * a->n_heads + i) * value->width, scratch + key->width);
+    }
+    if (stop(b)) status = DS4_ECANCELLED;
+  }
+  free(scratch);
+  return status;
+}
+
+const ds4_ops ds4_ref_ops = {
+    .name = "ref",
+    .open = ref_open,
+    .close = ref_close,
+    .isa = ref_isa,
+    .threads = ref_threads,
+    .mem_alloc = ds4_host_alloc,
+    .mem_free = ds4_host_free,
+    .copy_in = ds4_host_copy,
+    .copy_out = ds4_host_copy,
+    .copy = ds4_host_copy,
+    .wait = ds4_host_wait,
+    .begin = ref_begin,
+    .end = ref_end,
+    .weight_new = ref_weight_new,
+    .weight_free = ref_weight_free,
+    .weight_bytes = ref_weight_bytes,
+    .embed = ref_embed,
+    .rms_norm = ref_rms_norm,
+    .matmul = ref_matmul,
+    .rope = ref_rope,
+    .rows_write = ref_rows_write,
+    .rows_read = ref_rows_read,
+    .attend = ref_attend,
+    .swiglu = ref_swiglu,
+    .add = ref_add,
+};

@@ -1,0 +1,264 @@
+/* A pool of threads for one engine, the limits of this process, and the floating-point mode.
+ *
+ * Work is a number of items that are taken one by one; which thread takes which decides nothing but speed. The calling thread works too and
+ * serves the poll between its items. Idle threads spin for a moment, then sleep. */
+#if defined(__linux__)
+#define _GNU_SOURCE
+#include <sched.h>
+#endif
+#include "internal.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/resource.h>
+#include <unistd.h>
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+#if defined(__APPLE__)
+#include <sys/sysctl.h>
+#endif
+
+/* ---- floating-point mode ------------------------------------------------------------------------------------------------------------- */
+
+uint32_t ds4_float_mode_set(void) {
+#if defined(__x86_64__)
+  uint32_t mode = _mm_getcsr();
+  _mm_setcsr(0x1f80); /* to nearest, denormals on, exceptions masked */
+  return mode;
+#elif defined(__aarch64__)
+  uint64_t mode, plain = 0;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+  __asm__ volatile("msr fpcr, %0" : : "r"(plain));
+  return (uint32_t)mode;
+#else
+  return 0;
+#endif
+}
+
+void ds4_float_mode_restore(uint32_t mode) {
+#if defined(__x86_64__)
+  _mm_setcsr(mode);
+#elif defined(__aarch64__)
+  uint64_t wide = mode;
+  __asm__ volatile("msr fpcr, %0" : : "r"(wide));
+#else
+  (void)mode;
+#endif
+}
+
+/* ---- pool ---------------------------------------------------------------------------------------------------------------------------- */
+
+#define SPINS 4000u
+
+struct ds4_threads {
+  uint32_t n; /* with the caller */
+  pthread_t *thread;
+  pthread_mutex_t lock;
+  pthread_cond_t wake;
+  uint32_t sleeping; /* under the lock */
+  _Atomic uint64_t round;
+  _Atomic uint32_t next, running;
+  _Atomic bool quit, stopped;
+  uint32_t items;
+  ds4_work work;
+  void *ctx;
+  ds4_poll poll;
+  void *user;
+};
+
+typedef struct start {
+  ds4_threads *t;
+  uint32_t index;
+} start;
+
+static void relax(void) {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+static void take_items(ds4_threads *t, uint32_t index) {
+  for (;;) {
+    if (atomic_load_explicit(&t->stopped, memory_order_relaxed)) return;
+    uint32_t item = atomic_fetch_add_explicit(&t->next, 1, memory_order_relaxed);
+    if (item >= t->items) return;
+    t->work(t->ctx, item, index);
+    if (index == 0 && t->poll && t->poll(t->user)) atomic_store(&t->stopped, true);
+  }
+}
+
+static void *thread_main(void *arg) {
+  start s = *(start *)arg;
+  free(arg);
+  ds4_threads *t = s.t;
+  ds4_float_mode_set();
+  for (uint64_t seen = 0;; seen++) {
+    for (uint32_t i = 0; i < SPINS && atomic_load(&t->round) == seen && !atomic_load(&t->quit); i++) relax();
+    if (atomic_load(&t->round) == seen) {
+      pthread_mutex_lock(&t->lock);
+      t->sleeping++;
+      while (atomic_load(&t->round) == seen && !atomic_load(&t->quit)) pthread_cond_wait(&t->wake, &t->lock);
+      t->sleeping--;
+      pthread_mutex_unlock(&t->lock);
+    }
+    if (atomic_load(&t->quit)) return NULL;
+    take_items(t, s.index);
+    atomic_fetch_sub(&t->running, 1);
+  }
+}
+
+void ds4_threads_run(ds4_threads *t, uint32_t n, ds4_work work, void *ctx) {
+  t->work = work;
+  t->ctx = ctx;
+  t->items = n;
+  atomic_store(&t->next, 0);
+  if (t->n > 1 && n > 1) {
+    atomic_store(&t->running, t->n - 1);
+    pthread_mutex_lock(&t->lock);
+    atomic_fetch_add(&t->round, 1);
+    if (t->sleeping) pthread_cond_broadcast(&t->wake);
+    pthread_mutex_unlock(&t->lock);
+  }
+  take_items(t, 0);
+  for (uint32_t i = 0; atomic_load(&t->running); i++) {
+    relax();
+    if (i > SPINS) sched_yield(); /* fewer processors than threads */
+  }
+}
+
+void ds4_threads_poll(ds4_threads *t, ds4_poll poll, void *user) {
+  t->poll = poll;
+  t->user = user;
+  atomic_store(&t->stopped, false);
+}
+
+bool ds4_threads_stopped(ds4_threads *t) { return atomic_load(&t->stopped); }
+uint32_t ds4_threads_count(const ds4_threads *t) { return t->n; }
+
+int ds4_threads_new(uint32_t n, ds4_threads **out) {
+  ds4_threads *t = calloc(1, sizeof *t);
+  *out = NULL;
+  if (!t) return DS4_ENOMEM;
+  t->n = 1;
+  pthread_mutex_init(&t->lock, NULL);
+  pthread_cond_init(&t->wake, NULL);
+  t->thread = calloc(n, sizeof *t->thread);
+  for (; t->thread && t->n < n; t->n++) {
+    start *s = malloc(sizeof *s);
+    if (s) *s = (start){t, t->n};
+    if (s && !pthread_create(&t->thread[t->n], NULL, thread_main, s)) continue;
+    free(s);
+    ds4_threads_free(t);
+    return DS4_ENOMEM;
+  }
+  *out = t;
+  return t->thread ? DS4_OK : (ds4_threads_free(t), *out = NULL, DS4_ENOMEM);
+}
+
+void ds4_threads_free(ds4_threads *t) {
+  if (!t) return;
+  pthread_mutex_lock(&t->lock);
+  atomic_store(&t->quit, true);
+  pthread_cond_broadcast(&t->wake);
+  pthread_mutex_unlock(&t->lock);
+  for (uint32_t i = 1; i < t->n; i++) pthread_join(t->thread[i], NULL);
+  pthread_cond_destroy(&t->wake);
+  pthread_mutex_destroy(&t->lock);
+  free(t->thread);
+  free(t);
+}
+
+/* ---- limits of this process ---------------------------------------------------------------------------------------------------------- */
+
+#if defined(__linux__)
+/* The first two numbers of a small file; "max" and a missing file give UINT64_MAX. */
+static bool read_numbers(const char *path, uint64_t *a, uint64_t *b) {
+  FILE *f = fopen(path, "re");
+  if (!f) return false;
+  char first[32] = "";
+  unsigned long long second = 0;
+  int n = fscanf(f, "%31s %llu", first, &second);
+  fclose(f);
+  char *end;
+  unsigned long long v = strtoull(first, &end, 10);
+  *a = n >= 1 && *end == 0 && first[0] != '-' ? v : UINT64_MAX;
+  *b = n >= 2 ? second : 0;
+  return n >= 1;
+}
+
+/* Calls `see` for the file `name` of this process's control group and of all groups above it, version 2, then version 1. */
+static void cgroup_each(const char *controller, const char *v2_name, const char *v1_name, void (*see)(const char *path, void *user), void *user) {
+  FILE *f = fopen("/proc/self/cgroup", "re");
+  char line[4096];
+  while (f && fgets(line, sizeof line, f)) {
+    line[strcspn(line, "\n")] = 0;
+    char *kind = strchr(line, ':'), *path = kind ? strchr(kind + 1, ':') : NULL;
+    if (!path) continue;
+    *path++ = 0;
+    kind++;
+    bool v2 = !*kind;
+    if (!v2 && !strstr(kind, controller)) continue;
+    for (char *end = path + strlen(path);; *end = 0) {
+      char file[8192];
+      if (v2)
+        snprintf(file, sizeof file, "/sys/fs/cgroup%s/%s", path, v2_name);
+      else
+        snprintf(file, sizeof file, "/sys/fs/cgroup/%s%s/%s", controller, path, v1_name);
+      see(file, user);
+      while (end > path && *end != '/') end--;
+      if (end == path && !*path) break;
+    }
+  }
+  if (f) fclose(f);
+}
+
+static void see_quota(const char *path, void *user) {
+  uint64_t quota, period, *cpus = user;
+  if (!read_numbers(path, &quota, &period) || quota == UINT64_MAX || (int64_t)quota <= 0) return;
+  uint64_t n = (quota + (period ? period : 100000) - 1) / (period ? period : 100000);
+  if (n < *cpus) *cpus = n ? n : 1;
+}
+
+static void see_limit(const char *path, void *user) {
+  uint64_t limit, unused, *bytes = user;
+  if (read_numbers(path, &limit, &unused) && limit < *bytes) *bytes = limit;
+}
+#endif
+
+/* CPUs that this process may use: its affinity mask and the quota of its control group. */
+uint32_t ds4_usable_cpus(void) {
+  uint64_t n = 0;
+#if defined(__linux__)
+  cpu_set_t set;
+  if (!sched_getaffinity(0, sizeof set, &set)) n = (uint64_t)CPU_COUNT(&set);
+#endif
+  if (!n) {
+    long online = sysconf(_SC_NPROCESSORS_ONLN);
+    n = online > 0 ? (uint64_t)online : 1;
+  }
+#if defined(__linux__)
+  cgroup_each("cpu", "cpu.max", "cpu.cfs_quota_us", see_quota, &n);
+#endif
+  return (uint32_t)(n > 256 ? 256 : n);
+}
+
+/* Bytes that this process may use: the machine's, its control group's, its address-space limit. */
+uint64_t ds4_usable_memory(void) {
+  uint64_t bytes = 0;
+#if defined(__APPLE__)
+  size_t size = sizeof bytes;
+  sysctlbyname("hw.memsize", &bytes, &size, NULL, 0);
+#else
+  bytes = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
+#endif
+#if defined(__linux__)
+  cgroup_each("memory", "memory.max", "memory.limit_in_bytes", see_limit, &bytes);
+#endif
+  struct rlimit r;
+  if (!getrlimit(RLIMIT_AS, &r) && r.rlim_cur != RLIM_INFINITY && r.rlim_cur < bytes) bytes = r.rlim_cur;
+  return bytes;
+}
