@@ -59,23 +59,20 @@ static int check_ids(const char *name, const int32_t *ids, int32_t n, uint32_t v
   if (n > 0 && !ids) return ds4_fail(err, DS4_EINVAL, n, 0, "%s is NULL; give its %d token ids", name, n);
   for (int32_t i = 0; i < n; i++)
     if ((uint32_t)ids[i] >= vocab)
-      return ds4_fail(err, DS4_EINVAL, ids[i], vocab, "%s[%d] is token %d; the model has tokens 0 to %u", name, i,
-                      ids[i], vocab - 1);
+      return ds4_fail(err, DS4_EINVAL, ids[i], vocab, "%s[%d] is token %d; the model has tokens 0 to %u", name, i, ids[i], vocab - 1);
   return DS4_OK;
 }
 
 static int check_numbers(const ds4_sampling *o, ds4_error *err) {
   if (!(o->temperature >= 0 && o->temperature <= FLT_MAX))
-    return ds4_fail(err, DS4_EINVAL, 0, 0, "temperature is %g; give 0 (greedy) or a positive finite number",
-                    (double)o->temperature);
+    return ds4_fail(err, DS4_EINVAL, 0, 0, "temperature is %g; give 0 (greedy) or a positive finite number", (double)o->temperature);
   if (o->top_k < 0) return ds4_fail(err, DS4_EINVAL, o->top_k, 0, "top_k is %d; give 0 (all) or a count", o->top_k);
   if (!(o->top_p > 0 && o->top_p <= 1))
     return ds4_fail(err, DS4_EINVAL, 0, 0, "top_p is %g; give a number above 0 and up to 1 (all)", (double)o->top_p);
   if (!(o->min_p >= 0 && o->min_p < 1))
     return ds4_fail(err, DS4_EINVAL, 0, 0, "min_p is %g; give a number from 0 (all) to below 1", (double)o->min_p);
   if (!(o->repetition > 0 && o->repetition <= FLT_MAX))
-    return ds4_fail(err, DS4_EINVAL, 0, 0, "repetition is %g; give 1 (off) or another positive finite number",
-                    (double)o->repetition);
+    return ds4_fail(err, DS4_EINVAL, 0, 0, "repetition is %g; give 1 (off) or another positive finite number", (double)o->repetition);
   if (!isfinite(o->presence))
     return ds4_fail(err, DS4_EINVAL, 0, 0, "presence is %g; give 0 (off) or a finite number", (double)o->presence);
   if (!isfinite(o->frequency))
@@ -94,19 +91,16 @@ static int check_options(const float *logits, uint32_t vocab, const ds4_sampling
     status = ds4_fail(err, DS4_EINVAL, o->n_bias, 0, "bias is NULL; give its %d numbers", o->n_bias);
   for (int32_t i = 0; !status && i < o->n_bias; i++)
     if (!(o->bias[i] <= FLT_MAX)) /* -inf is welcome: it bans a token */
-      status = ds4_fail(err, DS4_EINVAL, o->bias_ids[i], 0,
-                        "the bias of token %d is %g; give a finite number, or -inf to ban it", o->bias_ids[i],
-                        (double)o->bias[i]);
+      status = ds4_fail(err, DS4_EINVAL, o->bias_ids[i], 0, "the bias of token %d is %g; give a finite number, or -inf to ban it",
+                        o->bias_ids[i], (double)o->bias[i]);
   if (!status && (o->n_allowed == 0 || o->n_allowed < -1))
-    status = ds4_fail(err, DS4_EINVAL, o->n_allowed, 0,
-                      "n_allowed is %d: no token is allowed; allow one or more, or give -1 for all", o->n_allowed);
+    status = ds4_fail(err, DS4_EINVAL, o->n_allowed, 0, "n_allowed is %d: no token is allowed; allow one or more, or give -1 for all",
+                      o->n_allowed);
   if (!status && o->n_allowed > 0) status = check_ids("allowed", o->allowed, o->n_allowed, vocab, err);
   return status;
 }
 
-static bool penalised(const ds4_sampling *o) {
-  return o->n_history > 0 && (o->repetition != 1 || o->presence != 0 || o->frequency != 0);
-}
+static bool penalised(const ds4_sampling *o) { return o->n_history > 0 && (o->repetition != 1 || o->presence != 0 || o->frequency != 0); }
 
 /* ---- arithmetic -------------------------------------------------------------------------------------------------- */
 
@@ -194,7 +188,8 @@ static float narrow(double x) {
 /* x[vocab] = the logits after allowed, bias and penalties; count[vocab] is scratch.
  * Repetition: Keskar et al. 2019, "CTRL", section 4.1; presence and frequency: subtracted, once and per occurrence. */
 static void adjust(const float *logits, uint32_t vocab, const ds4_sampling *o, float *x, int32_t *count) {
-  if (o->n_allowed < 0) memcpy(x, logits, vocab * sizeof *x);
+  if (o->n_allowed < 0)
+    memcpy(x, logits, vocab * sizeof *x);
   else {
     for (uint32_t i = 0; i < vocab; i++) x[i] = -INFINITY;
     for (int32_t i = 0; i < o->n_allowed; i++) x[o->allowed[i]] = logits[o->allowed[i]];
@@ -226,7 +221,7 @@ static uint32_t gather(const float *x, uint32_t vocab, double max, double scale,
       memcpy(&bits, &value, sizeof bits);
       c[n].weight = weight[j];
       uint32_t key = bits ^ (-(bits >> 31) | 0x80000000u); /* without a branch: signs are hard to predict */
-      c[n].order = (uint64_t)key << 32 | (uint32_t) ~(i + j);
+      c[n].order = (uint64_t)key << 32 | (uint32_t)~(i + j);
       n += weight[j] > LIGHTEST_WEIGHT;
     }
   }
@@ -296,13 +291,12 @@ static int32_t draw(candidate *c, uint32_t n, const ds4_sampling *o) {
   }
   double target = ds4_random(o->seed, o->position) * mass_of(c, n);
   uint32_t chosen = reach(c, n, n, nextafter(target, INFINITY)); /* the first one above the target */
-  return (int32_t) ~(uint32_t)c[chosen].order;
+  return (int32_t)~(uint32_t)c[chosen].order;
 }
 
 static int fail_logits(const float *logits, uint32_t vocab, uint32_t at, ds4_error *err) {
   const char *what = isnan(logits[at]) ? "is NaN" : logits[at] > 0 ? "is infinite" : "and all others are -inf";
-  return ds4_fail(err, DS4_ENONFINITE, at, vocab, "logit %u of %u %s; the weights or their evaluation are broken", at,
-                  vocab, what);
+  return ds4_fail(err, DS4_ENONFINITE, at, vocab, "logit %u of %u %s; the weights or their evaluation are broken", at, vocab, what);
 }
 
 static int sample(const float *logits, uint32_t vocab, const ds4_sampling *o, ds4_sampled *out, ds4_error *err) {

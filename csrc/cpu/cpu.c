@@ -1,2 +1,498 @@
-#include "host.h"
-const ds4_ops ds4_cpu_ops = {.name = "cpu"};
+/* Backend "cpu": kernels chosen for this processor, a pool of threads, weights packed at load. Bit for bit equal to "ref". */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "../formats.h"
+#include "kernels.h"
+
+struct ds4_backend {
+  const ds4_kernels *k;
+  ds4_threads *threads;
+  uint32_t mode;
+  ds4_quants quants;
+  uint64_t cap_quants; /* blocks */
+  float **scratch;     /* [threads] for attention */
+  uint64_t cap_scratch;
+  float *partial;
+  uint64_t cap_partial;
+};
+
+struct ds4_weight {
+  ds4_packed p;
+};
+
+/* ---- opening ------------------------------------------------------------------------------------------------------------------------ */
+
+static bool runs_here(const ds4_kernels *k) {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (k == &ds4_kernels_avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+  if (k == &ds4_kernels_avx512)
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512vnni");
+#endif
+  return k == &ds4_kernels_scalar;
+}
+
+/* The best kernels that run here, or those that DS4_ISA names. */
+static const ds4_kernels *choose_kernels(ds4_error *err) {
+  static const ds4_kernels *const all[] = {
+#if defined(__x86_64__)
+      &ds4_kernels_avx512, &ds4_kernels_avx2,
+#endif
+      &ds4_kernels_scalar};
+  const char *wanted = getenv("DS4_ISA");
+  for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+    if (runs_here(all[i]) && (!wanted || !*wanted || !strcmp(wanted, all[i]->isa))) return all[i];
+  ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "DS4_ISA is '%.20s', which this build or this processor does not have; unset it, or use scalar, avx2 or avx512", wanted);
+  return NULL;
+}
+
+static void cpu_close(ds4_backend *b) {
+  if (!b) return;
+  for (uint32_t i = 0; b->scratch && i < ds4_threads_count(b->threads); i++) free(b->scratch[i]);
+  ds4_threads_free(b->threads);
+  free(b->quants.q);
+  free(b->quants.d);
+  free(b->scratch);
+  free(b->partial);
+  free(b);
+}
+
+static int cpu_open(int32_t threads, ds4_backend **out, ds4_error *err) {
+  const ds4_kernels *k = choose_kernels(err);
+  if (!k) return DS4_EUNSUPPORTED;
+  ds4_backend *b = calloc(1, sizeof *b);
+  if (b) b->k = k;
+  if (!b || ds4_threads_new(threads ? (uint32_t)threads : ds4_usable_cpus(), &b->threads)) {
+    free(b);
+    return ds4_fail(err, DS4_ENOMEM, threads, 0, "the system refused memory or a thread for backend cpu; use fewer threads");
+  }
+  b->scratch = calloc(ds4_threads_count(b->threads), sizeof *b->scratch);
+  if (!b->scratch) {
+    cpu_close(b);
+    return ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for backend cpu");
+  }
+  *out = b;
+  return DS4_OK;
+}
+
+static const char *cpu_isa(const ds4_backend *b) { return b->k->isa; }
+static uint32_t cpu_threads(const ds4_backend *b) { return ds4_threads_count(b->threads); }
+
+static void cpu_begin(ds4_backend *b, ds4_poll poll, void *user) {
+  b->mode = ds4_float_mode_set();
+  ds4_threads_poll(b->threads, poll, user);
+}
+
+static void cpu_end(ds4_backend *b) {
+  ds4_threads_poll(b->threads, NULL, NULL);
+  ds4_float_mode_restore(b->mode);
+}
+
+static int run(ds4_backend *b, uint32_t items, ds4_work work, void *ctx) {
+  ds4_threads_run(b->threads, items, work, ctx);
+  return ds4_threads_stopped(b->threads) ? DS4_ECANCELLED : DS4_OK;
+}
+
+/* ---- packing ------------------------------------------------------------------------------------------------------------------------- */
+
+typedef struct packing {
+  const ds4_format_info *format;
+  const uint8_t *from;
+  uint64_t row_bytes;
+  ds4_packed *to;
+} packing;
+
+static void pack_float(const packing *c, uint32_t rows, const uint8_t *from, uint8_t *to) {
+  uint32_t size = c->format->bytes;
+  for (uint32_t r = 0; r < rows; r++)
+    for (uint64_t k = 0; k < c->to->cols; k++) memcpy(to + (k * DS4_LANES + r) * size, from + r * c->row_bytes + k * size, size);
+}
+
+/* Quantised blocks: `heads` f16 numbers, then bytes that go four by four. */
+static void pack_quant(const packing *c, uint32_t rows, const uint8_t *from, uint8_t *to) {
+  uint32_t heads = c->format->format == DS4_Q4_1 ? 2 : 1, bytes = c->format->bytes - 2 * heads;
+  uint64_t block_bytes = DS4_LANES * (uint64_t)c->format->bytes;
+  for (uint32_t r = 0; r < rows; r++)
+    for (uint64_t k = 0; k < c->to->cols / c->format->block; k++) {
+      const uint8_t *block = from + r * c->row_bytes + k * c->format->bytes;
+      uint8_t *out = to + k * block_bytes;
+      for (uint32_t h = 0; h < heads; h++) memcpy(out + (h * DS4_LANES + r) * 2, block + 2 * h, 2);
+      out += 2 * heads * DS4_LANES;
+      for (uint32_t i = 0; i < bytes; i += 4) memcpy(out + i * DS4_LANES + 4 * r, block + 2 * heads + i, 4);
+    }
+}
+
+static void pack_group(void *ctx, uint32_t group, uint32_t thread) {
+  const packing *c = ctx;
+  (void)thread;
+  uint32_t rows = ds4_min_u32(DS4_LANES, c->to->rows - group * DS4_LANES);
+  const uint8_t *from = c->from + (uint64_t)group * DS4_LANES * c->row_bytes;
+  uint8_t *to = c->to->data + group * c->to->group_bytes;
+  if (c->format->block == 1)
+    pack_float(c, rows, from, to);
+  else
+    pack_quant(c, rows, from, to);
+}
+
+static int cpu_weight_new(ds4_backend *b, int32_t format, uint64_t rows, uint64_t cols, const void *data, uint64_t nbytes, ds4_weight **out, ds4_error *err) {
+  const ds4_format_info *f = ds4_format_find(format);
+  ds4_weight *w = calloc(1, sizeof *w);
+  if (rows > UINT32_MAX - DS4_LANES || cols > UINT32_MAX || !w) {
+    free(w);
+    return ds4_fail(err, DS4_ENOMEM, (int64_t)rows, (int64_t)cols, "the system refused memory for a weight");
+  }
+  w->p = (ds4_packed){.format = format, .rows = (uint32_t)rows, .cols = (uint32_t)cols, .groups = (uint32_t)((rows + DS4_LANES - 1) / DS4_LANES)};
+  w->p.group_bytes = cols / f->block * f->bytes * DS4_LANES;
+  w->p.bytes = w->p.group_bytes * w->p.groups;
+  w->p.data = ds4_host_alloc(b, w->p.bytes);
+  if (!w->p.data) {
+    free(w);
+    return ds4_fail(err, DS4_ENOMEM, (int64_t)nbytes, 0, "the system refused %llu bytes for a weight; the model does not fit this machine's memory", (unsigned long long)nbytes);
+  }
+  if (rows % DS4_LANES) memset(w->p.data + (w->p.groups - 1) * w->p.group_bytes, 0, w->p.group_bytes);
+  packing c = {.format = f, .from = data, .row_bytes = nbytes / rows, .to = &w->p};
+  ds4_threads_run(b->threads, w->p.groups, pack_group, &c);
+  *out = w;
+  return DS4_OK;
+}
+
+static void cpu_weight_free(ds4_backend *b, ds4_weight *w) {
+  ds4_host_free(b, w->p.data, w->p.bytes);
+  free(w);
+}
+
+static uint64_t cpu_weight_bytes(const ds4_weight *w) { return w->p.bytes; }
+
+/* ---- embedding and products ----------------------------------------------------------------------------------------------------------- */
+
+/* One row out of the packed copy, as numbers; the same arithmetic as in formats.c. */
+static void unpack_row(const ds4_packed *p, uint32_t row, float *out) {
+  const uint8_t *at = p->data + row / DS4_LANES * p->group_bytes;
+  uint32_t r = row % DS4_LANES;
+  for (uint32_t k = 0; p->format == DS4_F32 && k < p->cols; k++) memcpy(out + k, at + (k * DS4_LANES + r) * 4ull, 4);
+  for (uint32_t k = 0; p->format == DS4_F16 && k < p->cols; k++) out[k] = ds4_f16(ds4_load_u16(at + (k * DS4_LANES + r) * 2ull));
+  for (uint32_t k = 0; p->format == DS4_BF16 && k < p->cols; k++) out[k] = ds4_bf16(ds4_load_u16(at + (k * DS4_LANES + r) * 2ull));
+  for (uint32_t k = 0; p->format == DS4_Q8_0 && k < p->cols; k += 32, at += DS4_Q8_0_BLOCK) {
+    float d = ds4_f16(ds4_load_u16(at + 2 * r));
+    for (uint32_t i = 0; i < 32; i++) out[k + i] = d * (float)(int8_t)at[32 + (i / 4 * DS4_LANES + r) * 4 + i % 4];
+  }
+  for (uint32_t k = 0; p->format == DS4_Q4_1 && k < p->cols; k += 32, at += DS4_Q4_1_BLOCK) {
+    float d = ds4_f16(ds4_load_u16(at + 2 * r)), m = ds4_f16(ds4_load_u16(at + 32 + 2 * r));
+    for (uint32_t i = 0; i < 16; i++) {
+      uint8_t both = at[64 + (i / 4 * DS4_LANES + r) * 4 + i % 4];
+      out[k + i] = d * (float)(both & 15) + m;
+      out[k + i + 16] = d * (float)(both >> 4) + m;
+    }
+  }
+}
+
+static int cpu_embed(ds4_backend *b, const ds4_weight *w, const int32_t *ids, uint32_t n, float *out) {
+  (void)b;
+  for (uint32_t i = 0; i < n; i++) unpack_row(&w->p, (uint32_t)ids[i], out + (uint64_t)i * w->p.cols);
+  return DS4_OK;
+}
+
+typedef struct product {
+  ds4_backend *b;
+  const ds4_weight *const *w;
+  float *const *out;
+  const float *x;
+  uint32_t n_w, n, step; /* step: groups of an item */
+} product;
+
+static bool is_quant(const ds4_packed *p) { return p->format == DS4_Q8_0 || p->format == DS4_Q4_1; }
+
+static void quantize_item(void *ctx, uint32_t item, uint32_t thread) {
+  product *c = ctx;
+  (void)thread;
+  for (uint32_t t = item * 8; t < c->n && t < item * 8 + 8; t++) c->b->k->quantize(c->x, t, &c->b->quants);
+}
+
+static int quantize(product *c, uint32_t cols) {
+  ds4_quants *q = &c->b->quants;
+  uint64_t blocks = (uint64_t)c->n * (cols / 32);
+  if (blocks > c->b->cap_quants) {
+    free(q->q);
+    free(q->d);
+    q->q = malloc(blocks * 32);
+    q->d = malloc(blocks * 12);
+    c->b->cap_quants = q->q && q->d ? blocks : 0;
+    if (!c->b->cap_quants) return DS4_ENOMEM;
+  }
+  q->blocks = cols / 32;
+  q->dq = q->d + blocks;
+  q->sum = (int32_t *)(void *)(q->dq + blocks);
+  return run(c->b, (c->n + 7) / 8, quantize_item, c);
+}
+
+static void product_item(void *ctx, uint32_t item, uint32_t thread) {
+  const product *c = ctx;
+  (void)thread;
+  uint32_t i = 0, first = item * c->step; /* items count through the groups of all matrices; each has whole items */
+  for (; first >= (c->w[i]->p.groups + c->step - 1) / c->step * c->step; i++) first -= (c->w[i]->p.groups + c->step - 1) / c->step * c->step;
+  const ds4_packed *p = &c->w[i]->p;
+  uint32_t groups = ds4_min_u32(c->step, p->groups - first);
+  if (is_quant(p))
+    c->b->k->matmul_quant(p, first, groups, &c->b->quants, c->n, c->out[i]);
+  else
+    c->b->k->matmul_float(p, first, groups, c->x, c->n, c->out[i]);
+}
+
+static int cpu_matmul(ds4_backend *b, const ds4_weight *const *w, float *const *out, uint32_t n_w, const float *x, uint32_t n) {
+  product c = {.b = b, .w = w, .out = out, .x = x, .n_w = n_w, .n = n};
+  uint32_t groups = 0, items = 0;
+  bool quant = false;
+  for (uint32_t i = 0; i < n_w; i++) {
+    groups += w[i]->p.groups;
+    quant |= is_quant(&w[i]->p);
+  }
+  int status = quant ? quantize(&c, w[0]->p.cols) : DS4_OK;
+  if (status) return status;
+  c.step = groups / (ds4_threads_count(b->threads) * 8);
+  c.step = c.step < 1 ? 1 : n > 8 ? ds4_min_u32(c.step, 4) : ds4_min_u32(c.step, 32);
+  for (uint32_t i = 0; i < n_w; i++) items += (w[i]->p.groups + c.step - 1) / c.step;
+  return run(b, items, product_item, &c);
+}
+
+/* ---- token by token --------------------------------------------------------------------------------------------------------------------- */
+
+typedef struct per_token {
+  ds4_backend *b;
+  void (*work)(const struct per_token *c, uint32_t token);
+  uint32_t n;
+  const float *x, *weight;
+  float *out;
+  uint32_t width, heads, interleaved, layer, part;
+  float eps;
+  const uint32_t *pos;
+  const ds4_layout *layout;
+  const ds4_view *views;
+  const ds4_batch *batch;
+} per_token;
+
+#define TOKENS_PER_ITEM 16u
+
+static void token_item(void *ctx, uint32_t item, uint32_t thread) {
+  const per_token *c = ctx;
+  (void)thread;
+  for (uint32_t t = item * TOKENS_PER_ITEM; t < c->n && t < (item + 1) * TOKENS_PER_ITEM; t++) c->work(c, t);
+}
+
+static int each_token(per_token *c) { return run(c->b, (c->n + TOKENS_PER_ITEM - 1) / TOKENS_PER_ITEM, token_item, c); }
+
+static void norm_token(const per_token *c, uint32_t t) { c->b->k->rms_norm(c->x + (uint64_t)t * c->width, c->weight, c->width, c->eps, c->out + (uint64_t)t * c->width); }
+
+static int cpu_rms_norm(ds4_backend *b, const float *x, const float *weight, uint32_t n, uint32_t width, float eps, float *out) {
+  per_token c = {.b = b, .work = norm_token, .n = n, .x = x, .weight = weight, .width = width, .eps = eps, .out = out};
+  return each_token(&c);
+}
+
+static void rope_token(const per_token *c, uint32_t t) {
+  uint32_t half = c->width / 2, apart = c->interleaved ? 1 : half, step = c->interleaved ? 2 : 1;
+  const float *table = c->weight + (uint64_t)c->pos[t] * half * 2;
+  for (uint32_t h = 0; h < c->heads; h++) {
+    float *x = c->out + ((uint64_t)t * c->heads + h) * c->width;
+    for (uint32_t i = 0; i < half; i++) {
+      float *p = x + i * step, re = p[0] * table[2 * i] - p[apart] * table[2 * i + 1], im = p[0] * table[2 * i + 1] + p[apart] * table[2 * i];
+      p[0] = re;
+      p[apart] = im;
+    }
+  }
+}
+
+static int cpu_rope(ds4_backend *b, float *x, const uint32_t *pos, uint32_t n, uint32_t heads, uint32_t width, const float *table, uint32_t interleaved) {
+  per_token c = {.b = b, .work = rope_token, .n = n, .out = x, .pos = pos, .heads = heads, .width = width, .weight = table, .interleaved = interleaved};
+  return each_token(&c);
+}
+
+typedef struct elements {
+  ds4_backend *b;
+  const float *x, *y;
+  float *out;
+  uint64_t n;
+} elements;
+
+#define ELEMENTS_PER_ITEM 16384u
+
+static uint64_t elements_of(const elements *c, uint32_t item) {
+  uint64_t from = (uint64_t)item * ELEMENTS_PER_ITEM;
+  return c->n - from < ELEMENTS_PER_ITEM ? c->n - from : ELEMENTS_PER_ITEM;
+}
+
+static void swiglu_item(void *ctx, uint32_t item, uint32_t thread) {
+  const elements *c = ctx;
+  uint64_t from = (uint64_t)item * ELEMENTS_PER_ITEM;
+  (void)thread;
+  c->b->k->swiglu(c->x + from, c->y + from, elements_of(c, item), c->out + from);
+}
+
+static void add_item(void *ctx, uint32_t item, uint32_t thread) {
+  const elements *c = ctx;
+  (void)thread;
+  float *x = c->out + (uint64_t)item * ELEMENTS_PER_ITEM;
+  const float *y = c->y + (uint64_t)item * ELEMENTS_PER_ITEM;
+  for (uint64_t i = 0; i < elements_of(c, item); i++) x[i] += y[i];
+}
+
+static int each_element(elements *c, ds4_work work) { return run(c->b, (uint32_t)((c->n + ELEMENTS_PER_ITEM - 1) / ELEMENTS_PER_ITEM), work, c); }
+
+static int cpu_swiglu(ds4_backend *b, const float *gate, const float *up, uint64_t n, float *out) {
+  elements c = {.b = b, .x = gate, .y = up, .out = out, .n = n};
+  return each_element(&c, swiglu_item);
+}
+
+static int cpu_add(ds4_backend *b, float *x, const float *y, uint64_t n) {
+  elements c = {.b = b, .y = y, .out = x, .n = n};
+  return each_element(&c, add_item);
+}
+
+/* ---- rows -------------------------------------------------------------------------------------------------------------------------------- */
+
+static void rows_token(const per_token *c, uint32_t t) { ds4_row_write(c->layout, c->layer, c->part, &c->views[c->batch->segment[t]], c->pos[t], c->x + (uint64_t)t * c->width); }
+
+static int cpu_rows_write(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *views, const ds4_batch *batch, const uint32_t *row,
+                          const float *x) {
+  per_token c = {.b = b, .work = rows_token, .n = batch->n, .layout = l, .layer = layer, .part = part, .views = views, .batch = batch, .pos = row, .x = x};
+  c.width = l->part[part].heads * l->part[part].width;
+  return each_token(&c);
+}
+
+/* ---- attention ---------------------------------------------------------------------------------------------------------------------------- */
+
+#define TILE_ROWS 48u /* query rows that share one conversion of keys and values */
+
+uint64_t ds4_attend_scratch(const ds4_attend *a, uint32_t n_tokens) {
+  uint64_t rows = (uint64_t)n_tokens * (a->n_heads / a->layout->part[0].heads), width = a->layout->part[0].width;
+  uint64_t padded = ds4_lanes_up(a->layout->part[a->value_part].width);
+  uint64_t p = rows * DS4_KEY_BLOCK > 2 + padded ? rows * DS4_KEY_BLOCK : 2 + padded; /* also holds one row when splits are merged */
+  return DS4_KEY_BLOCK * (width + padded) + p + rows * (2 * padded + width + 4);
+}
+
+void ds4_attend_merge(float *into, const float *next, uint32_t width) {
+  if (next[0] == -INFINITY && next[1] == 0.0f) return;
+  if (into[0] == -INFINITY && into[1] == 0.0f) {
+    memcpy(into, next, (2 + width) * sizeof *into);
+    return;
+  }
+  float top = next[0] > into[0] ? next[0] : into[0], a = ds4_exp(into[0] - top), b = ds4_exp(next[0] - top);
+  into[0] = top;
+  into[1] = fmaf(into[1], a, next[1] * b);
+  for (uint32_t i = 2; i < 2 + width; i++) into[i] = fmaf(into[i], a, next[i] * b);
+}
+
+typedef struct attention {
+  ds4_backend *b;
+  const ds4_attend *a;
+  uint32_t tile_tokens, n_tiles, splits; /* splits 1: an item does all of its own */
+  uint32_t *tile;                        /* [n_tiles] first token; the next one's begin, or the end of the batch, ends it */
+  uint64_t partial_floats;               /* of one item */
+} attention;
+
+static uint32_t tile_end(const attention *c, uint32_t tile) { return tile + 1 < c->n_tiles ? c->tile[tile + 1] : c->a->batch->n; }
+
+static void split_range(const attention *c, uint32_t tile, uint32_t *from, uint32_t *to) {
+  *from = UINT32_MAX, *to = 0;
+  for (uint32_t t = c->tile[tile]; t < tile_end(c, tile); t++) {
+    if (c->a->lo[t] >= c->a->hi[t]) continue;
+    *from = ds4_min_u32(*from, c->a->lo[t] / DS4_KEY_SPLIT);
+    *to = ds4_max_u32(*to, (c->a->hi[t] - 1) / DS4_KEY_SPLIT + 1);
+  }
+  if (*from > *to) *from = *to;
+}
+
+static void attend_item(void *ctx, uint32_t item, uint32_t thread) {
+  const attention *c = ctx;
+  uint32_t heads = c->a->layout->part[0].heads, split = item % c->splits, tile = item / c->splits / heads;
+  ds4_attend_item it = {.a = c->a, .token = c->tile[tile], .n_tokens = tile_end(c, tile) - c->tile[tile], .kv = item / c->splits % heads};
+  split_range(c, tile, &it.split, &it.split_end);
+  if (c->splits > 1) {
+    it.partial = c->b->partial + item * c->partial_floats;
+    it.split = ds4_min_u32(it.split + split, it.split_end);
+    it.split_end = ds4_min_u32(it.split + 1, it.split_end);
+  }
+  c->b->k->attend(&it, c->b->scratch[thread]);
+}
+
+/* Merges the splits of all items in ascending order and writes the result; the same steps as inside one item. */
+static void merge_partials(const attention *c) {
+  const ds4_attend *a = c->a;
+  uint32_t heads = a->layout->part[0].heads, group = a->n_heads / heads, width = a->layout->part[a->value_part].width;
+  for (uint32_t i = 0; i < c->n_tiles * heads; i++) {
+    uint32_t tile = i / heads, kv = i % heads, rows = (tile_end(c, tile) - c->tile[tile]) * group;
+    for (uint32_t r = 0; r < rows; r++) {
+      float *all = c->b->partial + (uint64_t)i * c->splits * c->partial_floats + (uint64_t)r * (2 + width);
+      for (uint32_t s = 1; s < c->splits; s++) ds4_attend_merge(all, all + s * c->partial_floats, width);
+      float *out = a->out + ((uint64_t)(c->tile[tile] + r / group) * a->n_heads + kv * group + r % group) * width, inverse = 1.0f / all[1];
+      for (uint32_t k = 0; k < width; k++) out[k] = all[0] == -INFINITY && all[1] == 0.0f ? 0.0f : all[2 + k] * inverse;
+    }
+  }
+}
+
+static bool attend_memory(ds4_backend *b, uint64_t scratch, uint64_t partial) {
+  for (uint32_t i = 0; scratch > b->cap_scratch && i < ds4_threads_count(b->threads); i++) {
+    free(b->scratch[i]);
+    if (!(b->scratch[i] = malloc(scratch * sizeof(float)))) {
+      b->cap_scratch = 0;
+      return false;
+    }
+  }
+  if (scratch > b->cap_scratch) b->cap_scratch = scratch;
+  if (partial <= b->cap_partial) return true;
+  free(b->partial);
+  b->partial = malloc(partial * sizeof(float));
+  b->cap_partial = b->partial ? partial : 0;
+  return b->partial;
+}
+
+static int cpu_attend(ds4_backend *b, const ds4_attend *a) {
+  uint32_t heads = a->layout->part[0].heads, group = a->n_heads / heads, n = a->batch->n;
+  attention c = {.b = b, .a = a, .tile_tokens = group >= TILE_ROWS ? 1 : TILE_ROWS / group, .splits = 1};
+  c.tile = malloc(n * sizeof *c.tile);
+  if (!c.tile) return DS4_ENOMEM;
+  uint32_t most = 1, from, to;
+  for (uint32_t t = 0; t < n; t++)
+    if (!t || a->batch->segment[t] != a->batch->segment[t - 1] || t - c.tile[c.n_tiles - 1] == c.tile_tokens) c.tile[c.n_tiles++] = t;
+  for (uint32_t i = 0; i < c.n_tiles; i++) {
+    split_range(&c, i, &from, &to);
+    most = ds4_max_u32(most, to - from);
+  }
+  if (c.n_tiles * heads < ds4_threads_count(b->threads) * 4) c.splits = most;
+  uint32_t tile_tokens = ds4_min_u32(c.tile_tokens, n);
+  c.partial_floats = (uint64_t)tile_tokens * group * (2 + a->layout->part[a->value_part].width);
+  bool ok = attend_memory(b, ds4_attend_scratch(a, tile_tokens), c.splits > 1 ? c.partial_floats * c.n_tiles * heads * c.splits : 0);
+  int status = ok ? run(b, c.n_tiles * heads * c.splits, attend_item, &c) : DS4_ENOMEM;
+  if (!status && c.splits > 1) merge_partials(&c);
+  free(c.tile);
+  return status;
+}
+
+const ds4_ops ds4_cpu_ops = {
+    .name = "cpu",
+    .open = cpu_open,
+    .close = cpu_close,
+    .isa = cpu_isa,
+    .threads = cpu_threads,
+    .mem_alloc = ds4_host_alloc,
+    .mem_free = ds4_host_free,
+    .copy_in = ds4_host_copy,
+    .copy_out = ds4_host_copy,
+    .copy = ds4_host_copy,
+    .wait = ds4_host_wait,
+    .begin = cpu_begin,
+    .end = cpu_end,
+    .weight_new = cpu_weight_new,
+    .weight_free = cpu_weight_free,
+    .weight_bytes = cpu_weight_bytes,
+    .embed = cpu_embed,
+    .rms_norm = cpu_rms_norm,
+    .matmul = cpu_matmul,
+    .rope = cpu_rope,
+    .rows_write = cpu_rows_write,
+    .rows_read = ds4_rows_read,
+    .attend = cpu_attend,
+    .swiglu = cpu_swiglu,
+    .add = cpu_add,
+};

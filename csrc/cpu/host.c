@@ -6,6 +6,8 @@
 #include <string.h>
 #include <sys/mman.h>
 
+#include "../numeric.h"
+
 #define LARGE (64u << 10)
 
 void *ds4_host_alloc(ds4_backend *b, uint64_t bytes) {
@@ -33,5 +35,56 @@ int ds4_host_copy(ds4_backend *b, void *to, const void *from, uint64_t bytes) {
 
 int ds4_host_wait(ds4_backend *b) {
   (void)b;
+  return DS4_OK;
+}
+
+/* ---- rows ----------------------------------------------------------------------------------------------------------------------- */
+
+/* Where number i (or scale i) of a row lies in a tile. */
+static uint64_t at(const ds4_part *p, uint32_t rows, uint32_t row, uint32_t i, uint32_t count) {
+  return p->across ? (uint64_t)i * rows + row : (uint64_t)row * count + i;
+}
+
+static void vector_write(const ds4_part *p, uint32_t rows, uint8_t *tile, uint32_t row, const float *x) {
+  uint16_t *half = (uint16_t *)(void *)tile;
+  int8_t *byte = (int8_t *)tile;
+  uint16_t *scale = (uint16_t *)(void *)(tile + (uint64_t)p->width * rows);
+  if (p->type == DS4_KV_F32)
+    for (uint32_t i = 0; i < p->width; i++) ((float *)(void *)tile)[at(p, rows, row, i, p->width)] = x[i];
+  if (p->type == DS4_KV_F16)
+    for (uint32_t i = 0; i < p->width; i++) half[at(p, rows, row, i, p->width)] = ds4_to_f16(x[i]);
+  if (p->type == DS4_KV_Q8_0)
+    for (uint32_t g = 0; g < p->width / p->group; g++) {
+      int8_t q[DS4_QUANT_BLOCK];
+      uint16_t d = ds4_quant_kv(x + g * p->group, p->group, q);
+      scale[at(p, rows, row, g, p->width / p->group)] = d;
+      for (uint32_t i = 0; i < p->group; i++) byte[at(p, rows, row, g * p->group + i, p->width)] = q[i];
+    }
+}
+
+void ds4_vector_read(const ds4_part *p, uint32_t rows, const uint8_t *tile, uint32_t row, float *out) {
+  const uint16_t *half = (const uint16_t *)(const void *)tile;
+  const int8_t *byte = (const int8_t *)tile;
+  const uint16_t *scale = (const uint16_t *)(const void *)(tile + (uint64_t)p->width * rows);
+  for (uint32_t i = 0; i < p->width; i++) {
+    uint64_t k = at(p, rows, row, i, p->width);
+    if (p->type == DS4_KV_F32) out[i] = ((const float *)(const void *)tile)[k];
+    if (p->type == DS4_KV_F16) out[i] = ds4_f16(half[k]);
+    if (p->type == DS4_KV_Q8_0) out[i] = (float)byte[k] * ds4_f16(scale[at(p, rows, row, i / p->group, p->width / p->group)]);
+  }
+}
+
+void ds4_row_write(const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, const float *x) {
+  const ds4_part *p = &l->part[part];
+  uint8_t *page = ds4_view_page(view, l, row);
+  for (uint32_t h = 0; h < p->heads; h++, x += p->width) vector_write(p, l->page_rows, ds4_page_tile(l, page, layer, part, h), row % l->page_rows, x);
+}
+
+int ds4_rows_read(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, uint32_t n, float *out) {
+  (void)b;
+  const ds4_part *p = &l->part[part];
+  for (uint32_t r = row; r < row + n; r++)
+    for (uint32_t h = 0; h < p->heads; h++, out += p->width)
+      ds4_vector_read(p, l->page_rows, ds4_page_tile(l, ds4_view_page(view, l, r), layer, part, h), r % l->page_rows, out);
   return DS4_OK;
 }

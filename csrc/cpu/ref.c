@@ -178,58 +178,11 @@ static int ref_add(ds4_backend *b, float *x, const float *y, uint64_t n) {
 
 /* ---- rows ----------------------------------------------------------------------------------------------------------------------- */
 
-/* Where number i (or scale i) of a row lies in a tile. */
-static uint64_t at(const ds4_part *p, uint32_t rows, uint32_t row, uint32_t i, uint32_t count) {
-  return p->across ? (uint64_t)i * rows + row : (uint64_t)row * count + i;
-}
-
-static void vector_write(const ds4_part *p, uint32_t rows, uint8_t *tile, uint32_t row, const float *x) {
-  uint16_t *half = (uint16_t *)(void *)tile;
-  int8_t *byte = (int8_t *)tile;
-  uint16_t *scale = (uint16_t *)(void *)(tile + (uint64_t)p->width * rows);
-  if (p->type == DS4_KV_F32)
-    for (uint32_t i = 0; i < p->width; i++) ((float *)(void *)tile)[at(p, rows, row, i, p->width)] = x[i];
-  if (p->type == DS4_KV_F16)
-    for (uint32_t i = 0; i < p->width; i++) half[at(p, rows, row, i, p->width)] = ds4_to_f16(x[i]);
-  if (p->type == DS4_KV_Q8_0)
-    for (uint32_t g = 0; g < p->width / p->group; g++) {
-      int8_t q[DS4_QUANT_BLOCK];
-      uint16_t d = ds4_quant_kv(x + g * p->group, p->group, q);
-      scale[at(p, rows, row, g, p->width / p->group)] = d;
-      for (uint32_t i = 0; i < p->group; i++) byte[at(p, rows, row, g * p->group + i, p->width)] = q[i];
-    }
-}
-
-static void vector_read(const ds4_part *p, uint32_t rows, const uint8_t *tile, uint32_t row, float *out) {
-  const uint16_t *half = (const uint16_t *)(const void *)tile;
-  const int8_t *byte = (const int8_t *)tile;
-  const uint16_t *scale = (const uint16_t *)(const void *)(tile + (uint64_t)p->width * rows);
-  for (uint32_t i = 0; i < p->width; i++) {
-    uint64_t k = at(p, rows, row, i, p->width);
-    if (p->type == DS4_KV_F32) out[i] = ((const float *)(const void *)tile)[k];
-    if (p->type == DS4_KV_F16) out[i] = ds4_f16(half[k]);
-    if (p->type == DS4_KV_Q8_0) out[i] = (float)byte[k] * ds4_f16(scale[at(p, rows, row, i / p->group, p->width / p->group)]);
-  }
-}
-
 static int ref_rows_write(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *views, const ds4_batch *batch, const uint32_t *row,
                           const float *x) {
   (void)b;
-  const ds4_part *p = &l->part[part];
-  for (uint32_t t = 0; t < batch->n; t++)
-    for (uint32_t h = 0; h < p->heads; h++, x += p->width) {
-      uint8_t *page = ds4_view_page(&views[batch->segment[t]], l, row[t]);
-      vector_write(p, l->page_rows, ds4_page_tile(l, page, layer, part, h), row[t] % l->page_rows, x);
-    }
-  return DS4_OK;
-}
-
-static int ref_rows_read(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, uint32_t n, float *out) {
-  (void)b;
-  const ds4_part *p = &l->part[part];
-  for (uint32_t r = row; r < row + n; r++)
-    for (uint32_t h = 0; h < p->heads; h++, out += p->width)
-      vector_read(p, l->page_rows, ds4_page_tile(l, ds4_view_page(view, l, r), layer, part, h), r % l->page_rows, out);
+  for (uint32_t t = 0; t < batch->n; t++, x += l->part[part].heads * l->part[part].width)
+    ds4_row_write(l, layer, part, &views[batch->segment[t]], row[t], x);
   return DS4_OK;
 }
 
@@ -252,7 +205,7 @@ static void attend_block(const head *h, uint32_t from, uint32_t to, partial *acc
   const ds4_part *key = &l->part[0], *value = &l->part[h->a->value_part];
   float p[DS4_KEY_BLOCK], lane[16] = {0}, top = acc->max;
   for (uint32_t r = from; r < to; r++) {
-    vector_read(key, l->page_rows, ds4_page_tile(l, ds4_view_page(h->view, l, r), h->a->layer, 0, h->kv), r % l->page_rows, row);
+    ds4_vector_read(key, l->page_rows, ds4_page_tile(l, ds4_view_page(h->view, l, r), h->a->layer, 0, h->kv), r % l->page_rows, row);
     float s = 0.0f; /* the query is scaled before the product */
     for (uint32_t i = 0; i < key->width; i++) s = fmaf(h->q[i], row[i], s);
     p[r - from] = s;
@@ -266,7 +219,7 @@ static void attend_block(const head *h, uint32_t from, uint32_t to, partial *acc
   acc->sum = fmaf(acc->sum, shrink, ds4_lane_sum(lane));
   for (uint32_t i = 0; i < value->width; i++) acc->out[i] *= shrink;
   for (uint32_t r = from; r < to; r++) {
-    vector_read(value, l->page_rows, ds4_page_tile(l, ds4_view_page(h->view, l, r), h->a->layer, h->a->value_part, h->kv), r % l->page_rows, row);
+    ds4_vector_read(value, l->page_rows, ds4_page_tile(l, ds4_view_page(h->view, l, r), h->a->layer, h->a->value_part, h->kv), r % l->page_rows, row);
     for (uint32_t i = 0; i < value->width; i++) acc->out[i] = fmaf(p[r - from], row[i], acc->out[i]);
   }
   acc->max = top;
@@ -347,7 +300,7 @@ const ds4_ops ds4_ref_ops = {
     .matmul = ref_matmul,
     .rope = ref_rope,
     .rows_write = ref_rows_write,
-    .rows_read = ref_rows_read,
+    .rows_read = ds4_rows_read,
     .attend = ref_attend,
     .swiglu = ref_swiglu,
     .add = ref_add,
