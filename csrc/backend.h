@@ -86,8 +86,8 @@ typedef struct ds4_ops {
   int (*copy_out)(ds4_backend *b, void *host, const void *device, uint64_t bytes);
   int (*copy)(ds4_backend *b, void *to, const void *from, uint64_t bytes); /* device to device */
   int (*wait)(ds4_backend *b);
-  void (*begin)(ds4_backend *b, ds4_poll poll, void *user); /* opens a round: sets the floating-point mode of the calling thread */
-  void (*end)(ds4_backend *b);                              /* and restores it */
+  void (*begin)(ds4_backend *b, ds4_poll poll, void *user); /* opens a round; the calling thread's floating-point mode is set already */
+  void (*end)(ds4_backend *b);
 
   /* weights */
   int (*weight_new)(ds4_backend *b, int32_t format, uint64_t rows, uint64_t cols, const void *data, uint64_t nbytes, ds4_weight **out,

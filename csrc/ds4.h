@@ -42,7 +42,7 @@ enum ds4_status {
   DS4_EFORKED = 14,     /* the process was forked after the engine was made */
   DS4_EMARK = 15,       /* the mark's position is no longer on the session's timeline */
   DS4_EFAILED = 16,     /* a kernel failed; the chunk was not committed */
-  DS4_EDEVICE = 17,     /* a device failed; the sessions of the call are poisoned */
+  DS4_EDEVICE = 17,     /* a device failed; the sessions of the round are poisoned */
   DS4_ENONFINITE = 18,  /* NaN, or no finite value, where a number is needed; a = index */
   DS4_EUNSUPPORTED = 19 /* an architecture, key, format or option this build does not know, named in the text */
 };
@@ -107,13 +107,13 @@ int ds4_engine_stream(const ds4_engine *e, uint32_t index, ds4_stream_info *out,
 typedef struct ds4_ledger {
   uint64_t pages_used, page_refs, bytes_used, bytes_reserved, bytes_budget, bytes_system, auto_mark_bytes, sessions, marks, logits;
 } ds4_ledger;
-void ds4_engine_ledger(ds4_engine *e, ds4_ledger *out);
+int ds4_engine_ledger(ds4_engine *e, ds4_ledger *out, ds4_error *err);
 
 /* ---- sessions -------------------------------------------------------------------------------------------------------------------- */
 
 /* ctx bounds the positions and reserves nothing; 0 = the model's own. */
 int ds4_session_new(ds4_engine *e, uint32_t ctx, ds4_session **out, ds4_error *err);
-void ds4_session_free(ds4_session *s); /* waits for a call in progress to end */
+void ds4_session_free(ds4_session *s); /* cancels a call in progress; that call then frees it at its end */
 
 /* The state diagram is drawn in kv.c. */
 enum ds4_state { DS4_EMPTY = 0, DS4_LIVE = 1, DS4_BUSY = 2, DS4_POISONED = 3 };
@@ -121,7 +121,7 @@ typedef struct ds4_session_info {
   uint32_t pos, ctx, state, logits_valid, auto_marks, marks;
   uint64_t bytes_held, reserved_pos; /* reserved_pos: appending up to here cannot run out of pages; 0 = nothing reserved */
 } ds4_session_info;
-void ds4_session_get_info(ds4_session *s, ds4_session_info *out);
+int ds4_session_get_info(ds4_session *s, ds4_session_info *out, ds4_error *err);
 int ds4_session_tokens(ds4_session *s, uint32_t first, uint32_t n, int32_t *out, ds4_error *err);
 /* The rows of one stream as bytes, `n` rows from row `first`, in the order layer, row, part, head: what K1 compares and a snapshot holds. */
 int ds4_session_rows(ds4_session *s, uint32_t stream, uint32_t first, uint32_t n, void *out, uint64_t nbytes, ds4_error *err);
@@ -130,7 +130,8 @@ int ds4_session_check(ds4_session *s, ds4_error *err);
 
 /* ---- evaluation ------------------------------------------------------------------------------------------------------------------ */
 
-/* Called by the thread that made the call, between ops and inside long ones, at least every 50 ms. Non-zero cancels. */
+/* Called by the thread that made the call, between ops and inside long ones, at least every 50 ms. Non-zero cancels. It must not compute on the same
+ * engine: such a call gets DS4_EBUSY. */
 typedef int (*ds4_progress)(void *user, uint64_t done, uint64_t total);
 
 enum ds4_want {

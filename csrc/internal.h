@@ -111,7 +111,7 @@ typedef struct ds4_timeline {
 struct ds4_session {
   ds4_engine *engine;
   uint32_t ctx, pos;
-  bool busy, poisoned, free_when_idle;
+  bool busy, poisoned, free_when_idle, settling;
   _Atomic int cancel;
   uint32_t n_logs, cap_logs;
   ds4_log **logs;
@@ -233,12 +233,17 @@ void ds4_kv_commit(ds4_session *s, const int32_t *tokens, uint32_t n);
 void ds4_kv_set_logits(ds4_session *s, ds4_logits *l); /* takes over the reference */
 int ds4_kv_cut(ds4_session *s, uint32_t pos, ds4_error *err);
 void ds4_kv_clear(ds4_session *s);
+void ds4_kv_abandon(ds4_session *s);
+bool ds4_kv_last_shared(const ds4_session *s);
+uint8_t *ds4_kv_last_page(const ds4_session *s, uint32_t stream);
 uint32_t ds4_kv_nearest_exact(const ds4_session *s, uint32_t pos);
 int ds4_kv_position(const ds4_session *s, int64_t pos, bool exact, ds4_error *err);
 ds4_session *ds4_kv_session(ds4_engine *e, uint32_t ctx); /* NULL: no memory */
+uint8_t *ds4_kv_place(ds4_session *s, uint32_t stream, uint32_t page);
 void ds4_kv_session_drop(ds4_session *s);
 
 /* mark.c: likewise */
+ds4_mark *ds4_mark_new(ds4_session *s, uint32_t pos, bool automatic, bool pinned);
 void ds4_mark_set_automatic(ds4_session *s, uint32_t pos, bool pinned);
 void ds4_mark_copy_automatic(ds4_session *child, const ds4_session *s);
 
@@ -246,6 +251,8 @@ void ds4_mark_copy_automatic(ds4_session *child, const ds4_session *s);
 int ds4_enter(ds4_engine *e, ds4_error *err); /* takes the lock; DS4_EFORKED, without it, in a child of the process that made the engine */
 void ds4_leave(ds4_engine *e);
 int ds4_kv_legal(const ds4_session *s, ds4_error *err); /* DS4_EBUSY, DS4_EPOISONED or DS4_OK */
+void ds4_kv_begin(ds4_session *s);
+bool ds4_kv_end(ds4_session *s); /* true: it was freed meanwhile, the caller lets go of the engine without the lock */
 ds4_logits *ds4_logits_new(ds4_engine *e);
 static inline int32_t ds4_log_token(const ds4_session *s, uint32_t pos) { return s->logs[pos / DS4_LOG_TOKENS]->token[pos % DS4_LOG_TOKENS]; }
 static inline uint32_t ds4_rows_at(const ds4_stream *st, uint64_t pos) { return (uint32_t)(pos / st->stride); }

@@ -115,25 +115,37 @@ static bool page_is_shared(const ds4_session *s, uint32_t stream, uint32_t page)
 
 /* ---- pages for a call -------------------------------------------------------------------------------------------------------------- */
 
-/* Pages of one stream that writing positions [from, upto) takes at most, in chunks of `chunk` tokens. */
+/* Pages of a windowed stream that will fall out of the window and then come back: not shared, and no mark keeps them. */
+static uint32_t returning(const ds4_session *s, uint32_t i) {
+  uint32_t n = 0;
+  for (uint32_t page = s->line[i].floor; page < ds4_pages_of(&s->engine->stream[i], s->pos); page++)
+    n += ds4_entry(&s->line[i], page) && !page_is_shared(s, i, page) && !ds4_mark_covers(s, i, page);
+  return n;
+}
+
+/* Pages of one stream that writing positions [from, upto) takes at most, in chunks of `chunk` tokens, when everything from the row of `from` on is cut. */
 static uint32_t stream_need(const ds4_session *s, uint32_t i, uint64_t from, uint64_t upto, uint32_t chunk) {
   const ds4_stream *st = &s->engine->stream[i];
   uint32_t row = ds4_rows_at(st, from), end = ds4_rows_at(st, upto);
   if (end <= row) return 0;
   uint32_t first = row / st->layout.page_rows, last = ds4_pages_of(st, end);
-  bool held = ds4_entry(&s->line[i], first) != 0;
-  uint32_t need = last - first - (held ? 1 : 0);
-  if (st->reach) /* pages that fall out of the window come back to the stash while the call goes on */
+  bool held = row % st->layout.page_rows != 0;
+  uint32_t need = last - first - held;
+  if (st->reach && from == s->pos) { /* a rolling window: never more than this many at once */
+    uint32_t most = ds4_pages_of(st, (uint64_t)st->reach + s->engine->reach_slack + chunk) + 2;
+    need = ds4_min_u32(need, most - ds4_min_u32(most, returning(s, i)));
+  } else if (st->reach) {
     need = ds4_min_u32(need, ds4_pages_of(st, (uint64_t)st->reach + s->engine->reach_slack + chunk) + 2);
-  return need + (page_is_shared(s, i, first) ? 1 : 0);
+  }
+  return need + (held && page_is_shared(s, i, first));
 }
 
+/* What a call over [from, upto) needs, the reserve included. */
 void ds4_kv_need(const ds4_session *s, uint64_t from, uint64_t upto, uint32_t chunk, ds4_need *out) {
-  for (uint32_t i = 0; i < s->engine->n_streams; i++) {
-    out->pages[i] = upto > from ? stream_need(s, i, from, upto, chunk) : 0;
-    if (s->reserved_pos > s->pos)
-      out->pages[i] = ds4_max_u32(out->pages[i], stream_need(s, i, s->pos, s->reserved_pos, DS4_CHUNK_DEFAULT));
-  }
+  bool reserved = s->reserved_pos > from;
+  if (reserved && s->reserved_pos > upto) upto = s->reserved_pos;
+  if (reserved) chunk = ds4_max_u32(chunk, DS4_CHUNK_DEFAULT);
+  for (uint32_t i = 0; i < s->engine->n_streams; i++) out->pages[i] = stream_need(s, i, from, upto, chunk);
 }
 
 static uint64_t need_bytes(const ds4_session *s, const ds4_need *need) {
@@ -168,24 +180,27 @@ int ds4_kv_take(ds4_session *s, const ds4_need *need, ds4_error *err) {
   return DS4_OK;
 }
 
-/* True when the stashes hold what the reserve promises. */
-static bool reserve_holds(ds4_session *s) {
-  for (uint32_t i = 0; i < s->engine->n_streams; i++) {
-    uint32_t need = stream_need(s, i, s->pos, s->reserved_pos, DS4_CHUNK_DEFAULT);
-    while (s->line[i].n_stash < need) {
+/* Tops the stashes up to what the reserve promises; false when the pool, automatic marks included, has too little. */
+bool ds4_kv_reserve_holds(ds4_session *s) {
+  if (s->reserved_pos <= s->pos) return true;
+  for (uint32_t i = 0; i < s->engine->n_streams; i++)
+    while (s->line[i].n_stash < stream_need(s, i, s->pos, s->reserved_pos, DS4_CHUNK_DEFAULT)) {
       uint32_t id = ds4_pool_take(s->engine, &s->engine->stream[i]);
-      if (!id) return false;
-      stash_push(&s->line[i], &s->engine->stream[i], id);
+      if (id)
+        stash_push(&s->line[i], &s->engine->stream[i], id);
+      else if (!ds4_mark_drop_automatic(s->engine, s, false))
+        return false;
     }
-  }
   return true;
 }
 
-/* What the stashes hold above the reserve returns to the pool. Pages that a fork now shares can leave the reserve short: then it is topped up,
- * and where the pool has nothing left it ends earlier (ds4_session_info.reserved_pos says where). */
+/* What the stashes hold above the reserve returns to the pool. A truncate into pages that a fork shares can leave the reserve short: then it is topped
+ * up, and where the pool has nothing left it ends earlier (ds4_session_info.reserved_pos says where). */
 void ds4_kv_give_back(ds4_session *s) {
-  if (s->busy) return;
-  while (s->reserved_pos > s->pos && !reserve_holds(s)) s->reserved_pos -= ds4_min_u32(DS4_PAGE_ROWS, (uint32_t)(s->reserved_pos - s->pos));
+  if (s->busy || s->settling) return;
+  s->settling = true; /* dropping a mark comes back here */
+  while (!ds4_kv_reserve_holds(s)) s->reserved_pos -= ds4_min_u32(DS4_PAGE_ROWS, (uint32_t)(s->reserved_pos - s->pos));
+  s->settling = false;
   for (uint32_t i = 0; i < s->engine->n_streams; i++) {
     uint32_t keep = s->reserved_pos > s->pos ? stream_need(s, i, s->pos, s->reserved_pos, DS4_CHUNK_DEFAULT) : 0;
     while (s->line[i].n_stash > keep)
@@ -422,6 +437,34 @@ int ds4_kv_cut(ds4_session *s, uint32_t pos, ds4_error *err) {
   return DS4_OK;
 }
 
+/* Lets go of the pages that a round which is not committed has entered behind pos. They are in tables of the session's own. */
+void ds4_kv_abandon(ds4_session *s) {
+  for (uint32_t i = 0; i < s->engine->n_streams; i++) {
+    line_cut(s, i, ds4_pages_of(&s->engine->stream[i], ds4_rows_at(&s->engine->stream[i], s->pos)), NULL);
+#ifdef DS4_TEST
+    poison_behind(s, i);
+#endif
+  }
+}
+
+/* The memory of the page that holds the last row of a stream, for a row that is written again; NULL when position pos - 1 completed no row. */
+uint8_t *ds4_kv_last_page(const ds4_session *s, uint32_t stream) {
+  const ds4_stream *st = &s->engine->stream[stream];
+  uint32_t rows = ds4_rows_at(st, s->pos);
+  return rows > ds4_rows_at(st, s->pos - 1) ? st->pages[ds4_entry(&s->line[stream], (rows - 1) / st->layout.page_rows)].mem : NULL;
+}
+
+/* Whether writing the last row again means copying a page. */
+bool ds4_kv_last_shared(const ds4_session *s) {
+  bool shared = false;
+  for (uint32_t i = 0; i < s->engine->n_streams; i++) {
+    const ds4_stream *st = &s->engine->stream[i];
+    uint32_t rows = ds4_rows_at(st, s->pos);
+    shared |= rows && page_is_shared(s, i, (rows - 1) / st->layout.page_rows);
+  }
+  return shared;
+}
+
 /* ---- sessions ---------------------------------------------------------------------------------------------------------------------- */
 
 ds4_session *ds4_kv_session(ds4_engine *e, uint32_t ctx) {
@@ -435,6 +478,22 @@ ds4_session *ds4_kv_session(ds4_engine *e, uint32_t ctx) {
   e->pool.sessions++;
   ds4_engine_hold(e);
   return s;
+}
+
+/* For a snapshot: gives one page of a stream memory from the stash, in a table of the session's own. NULL: no memory. */
+uint8_t *ds4_kv_place(ds4_session *s, uint32_t stream, uint32_t page) {
+  ds4_engine *e = s->engine;
+  ds4_stream *st = &e->stream[stream];
+  ds4_timeline *l = &s->line[stream];
+  uint32_t t = page / DS4_TABLE_PAGES;
+  if (!array_grow(e, (void **)&l->table, &l->cap_tables, t + 1, sizeof *l->table)) return NULL;
+  if (!l->table[t] && !(l->table[t] = table_copy(s, stream, NULL, 0))) return NULL;
+  l->n_tables = ds4_max_u32(l->n_tables, t + 1);
+  uint32_t id = stash_pop(l, st);
+  if (!id) return NULL;
+  ds4_page_enter(e, st, id);
+  entry_put(l, page, id);
+  return st->pages[id].mem;
 }
 
 /* Frees the session and all it holds; the caller lets go of the engine afterwards, without the lock. */
@@ -532,7 +591,14 @@ int ds4_session_fork(ds4_session *s, int64_t pos, ds4_session **out, ds4_error *
   if (!status && pos != -1) status = ds4_kv_position(s, pos, pos != s->pos, err);
   if (!status && !(*out = kv_fork(s, pos == -1 ? s->pos : (uint32_t)pos)))
     status = ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for a fork; nothing has changed");
-  if (!status) ds4_kv_give_back(s);
+  if (!status && !ds4_kv_reserve_holds(s)) { /* the parent must now copy its last page before it writes */
+    ds4_kv_session_drop(*out);
+    *out = NULL;
+    ds4_engine_release(e);
+    status = ds4_fail(err, DS4_EPOOL, 0, (int64_t)ds4_pool_free_bytes(e),
+                      "the page pool is full: a fork needs more pages to keep this session's reserve; lower the reserve, or fork first");
+  }
+  ds4_kv_give_back(s);
   ds4_leave(e);
   return status;
 }

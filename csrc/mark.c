@@ -16,12 +16,14 @@ bool ds4_mark_covers(const ds4_session *s, uint32_t stream, uint32_t page) {
   return false;
 }
 
-static ds4_mark *mark_new(ds4_session *s, uint32_t pos, bool automatic, bool pinned) {
-  ds4_mark *m = ds4_alloc(s->engine, sizeof *m);
+/* A mark at `pos`, whose rows are there. NULL: no memory. */
+ds4_mark *ds4_mark_new(ds4_session *s, uint32_t pos, bool automatic, bool pinned) {
+  ds4_mark *m = ds4_alloc(s->engine, sizeof *m), *newer = NULL, *older = s->newest;
   if (!m) return NULL;
-  *m = (ds4_mark){.engine = s->engine, .session = s, .pos = pos, .automatic = automatic, .pinned = pinned, .older = s->newest};
-  if (m->older) m->older->newer = m;
-  s->newest = m;
+  for (; older && older->pos > pos; older = older->older) newer = older;
+  *m = (ds4_mark){.engine = s->engine, .session = s, .pos = pos, .automatic = automatic, .pinned = pinned, .older = older, .newer = newer};
+  if (older) older->newer = m;
+  *(newer ? &newer->older : &s->newest) = m;
   if (automatic) {
     s->n_auto++;
     s->engine->pool.auto_bytes += s->engine->mark_bytes;
@@ -108,7 +110,7 @@ void ds4_mark_set_automatic(ds4_session *s, uint32_t pos, bool pinned) {
     there->pinned |= pinned;
     return;
   }
-  if (e->mark_bytes > e->pool.budget / 8 || !mark_new(s, pos, true, pinned)) return;
+  if (e->mark_bytes > e->pool.budget / 8 || !ds4_mark_new(s, pos, true, pinned)) return;
   thin(s);
   while (e->pool.auto_bytes > e->pool.budget / 8 && ds4_mark_drop_automatic(e, s, false)) {}
 }
@@ -118,7 +120,7 @@ void ds4_mark_copy_automatic(ds4_session *child, const ds4_session *s) {
   while (m && m->older) m = m->older;
   for (; m && m->pos <= child->pos; m = m->newer)
     if (m->automatic && child->engine->pool.auto_bytes + child->engine->mark_bytes <= child->engine->pool.budget / 8)
-      mark_new(child, m->pos, true, m->pinned);
+      ds4_mark_new(child, m->pos, true, m->pinned);
 }
 
 int ds4_session_mark_auto(ds4_session *s, int32_t pinned, ds4_error *err) {
@@ -137,12 +139,24 @@ int ds4_session_mark(ds4_session *s, ds4_mark **out, ds4_error *err) {
   int status = ds4_enter(s->engine, err);
   if (status) return status;
   status = ds4_kv_legal(s, err);
-  if (!status && !(*out = mark_new(s, s->pos, false, false)))
+  if (!status && !(*out = ds4_mark_new(s, s->pos, false, false)))
     status = ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for a mark; nothing has changed");
+  bool full = !status && !ds4_kv_reserve_holds(s); /* the pages that the mark keeps do not come back to the reserve */
+  if (full) {
+    ds4_mark_kill(*out);
+    s->engine->pool.marks--;
+    free(*out);
+    *out = NULL;
+    ds4_engine_release(s->engine);
+    status = ds4_fail(err, DS4_EPOOL, (int64_t)s->engine->mark_bytes, (int64_t)ds4_pool_free_bytes(s->engine),
+                      "the page pool is full: a mark needs %llu more bytes to keep this session's reserve, %llu are free; lower the reserve, or mark first",
+                      (unsigned long long)s->engine->mark_bytes, (unsigned long long)ds4_pool_free_bytes(s->engine));
+  }
   if (!status && s->logits) {
     atomic_fetch_add(&s->logits->refs, 1);
     (*out)->logits = s->logits;
   }
+  ds4_kv_give_back(s);
   ds4_leave(s->engine);
   return status;
 }

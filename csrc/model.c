@@ -274,7 +274,12 @@ int ds4_engine_tensor(ds4_engine *e, const char *name, int32_t format, uint64_t 
   if ((status = ds4_format_bytes(format, rows, cols, &bytes, err))) return status;
   if (bytes != nbytes || !data)
     return ds4_fail(err, DS4_EINVAL, (int64_t)nbytes, (int64_t)bytes, "tensor %s has %llu bytes, its shape and format need %llu", t->name, (unsigned long long)nbytes, (unsigned long long)bytes);
-  if (t->vector) return set_vector(e, t, format, data, nbytes, err);
+  if (t->vector) {
+    uint32_t mode = ds4_float_mode_set();
+    status = set_vector(e, t, format, data, nbytes, err);
+    ds4_float_mode_restore(mode);
+    return status;
+  }
   if ((status = e->ops->weight_new(e->backend, format, rows, cols, data, nbytes, &t->weight, err))) return status;
   e->weight_bytes += e->ops->weight_bytes(t->weight);
   return DS4_OK;

@@ -108,9 +108,10 @@ void ds4_pool_destroy(ds4_engine *e) {
   }
 }
 
-void ds4_engine_ledger(ds4_engine *e, ds4_ledger *out) {
+int ds4_engine_ledger(ds4_engine *e, ds4_ledger *out, ds4_error *err) {
   memset(out, 0, sizeof *out);
-  if (ds4_enter(e, NULL)) return;
+  int status = ds4_enter(e, err);
+  if (status) return status;
   *out = (ds4_ledger){.page_refs = e->pool.refs,
                       .bytes_used = e->pool.used,
                       .bytes_reserved = e->pool.reserved,
@@ -122,4 +123,5 @@ void ds4_engine_ledger(ds4_engine *e, ds4_ledger *out) {
                       .logits = atomic_load(&e->live_logits)};
   for (uint32_t i = 0; i < e->n_streams; i++) out->pages_used += e->stream[i].n_used;
   ds4_leave(e);
+  return DS4_OK;
 }

@@ -35,6 +35,7 @@ int ds4_kv_legal(const ds4_session *s, ds4_error *err) {
 
 typedef struct ds4_waiter {
   struct ds4_waiter *next;
+  pthread_t thread;
 } ds4_waiter;
 
 static uint64_t now_ms(void) {
@@ -53,6 +54,7 @@ typedef struct job {
   bool again; /* evaluates the last token once more, for its logits */
   float *out;
   ds4_logits *logits; /* of the last token, until the commit */
+  uint8_t *saved[DS4_MAX_STREAMS]; /* again: the pages of the row that is written, as they were */
 } job;
 
 typedef struct part { /* what one round takes of one job */
@@ -93,6 +95,8 @@ int ds4_op(ds4_run *r) {
 }
 
 static int call_failed(int status, ds4_error *err) {
+  if (status == DS4_EBUSY)
+    return ds4_fail(err, status, 0, 0, "a progress callback cannot compute on the engine that calls it; do that when the call has returned");
   if (status == DS4_ECANCELLED) return ds4_fail(err, status, 0, 0, "cancelled; the session stands at the last whole chunk");
   if (status == DS4_EDEVICE)
     return ds4_fail(err, status, 0, 0, "the device failed and the rows of this call can no longer be trusted: clear, sync or close the session");
@@ -104,9 +108,10 @@ static int call_failed(int status, ds4_error *err) {
 static int turn_begin(call *c, ds4_waiter *me) {
   ds4_engine *e = c->e;
   ds4_waiter **at = &e->queue;
-  while (*at) at = &(*at)->next;
+  *me = (ds4_waiter){.thread = pthread_self()};
+  for (; *at; at = &(*at)->next)
+    if (pthread_equal((*at)->thread, me->thread)) return DS4_EBUSY; /* from a progress callback: it would wait for itself */
   *at = me;
-  me->next = NULL;
   while (e->queue != me) {
     struct timespec until;
     clock_gettime(CLOCK_REALTIME, &until);
@@ -139,6 +144,31 @@ static uint32_t wanted_rows(const call *c, const part *p) {
   return j->want == DS4_WANT_LAST && j->done + p->n == j->n ? 1 : 0;
 }
 
+/* A row that is written again is live: a failed kernel must not spoil it. */
+static int page_save(ds4_engine *e, job *j) {
+  for (uint32_t i = 0; i < e->n_streams; i++) {
+    const uint8_t *page = ds4_kv_last_page(j->s, i);
+    uint64_t bytes = e->stream[i].layout.page_bytes;
+    if (!page) continue;
+    if (!(j->saved[i] = ds4_alloc(e, bytes))) return DS4_ENOMEM;
+    int status = e->ops->copy_out(e->backend, j->saved[i], page, bytes);
+    if (!status) status = e->ops->wait(e->backend);
+    if (!status) continue;
+    free(j->saved[i]);
+    j->saved[i] = NULL;
+    return status;
+  }
+  return DS4_OK;
+}
+
+static void page_restore(ds4_engine *e, job *j, bool failed) {
+  for (uint32_t i = 0; i < e->n_streams; i++) {
+    if (failed && j->saved[i]) e->ops->copy_in(e->backend, ds4_kv_last_page(j->s, i), j->saved[i], e->stream[i].layout.page_bytes);
+    free(j->saved[i]);
+    j->saved[i] = NULL;
+  }
+}
+
 /* Fills the batch with the next tokens of every job, up to a chunk. Lock held: pages are entered and views built. */
 static int round_begin(call *c, ds4_error *err) {
   ds4_engine *e = c->e;
@@ -158,6 +188,7 @@ static int round_begin(call *c, ds4_error *err) {
     job *j = &c->jobs[c->parts[k].job];
     uint32_t from = j->from + j->done, upto = from + c->parts[k].n;
     if ((status = ds4_rope_grow(e, upto, err)) || (status = ds4_kv_write_begin(j->s, from, upto, err))) return status;
+    if (j->again && (status = page_save(e, j))) return status;
     for (uint32_t i = 0; i < e->n_streams; i++) ds4_kv_view(j->s, i, from, upto, &c->views[i * c->n_parts + k]);
     for (uint32_t t = 0; t < c->parts[k].n; t++, at++) {
       e->ids[at] = j->tokens[j->done + t];
@@ -238,6 +269,7 @@ static void round_commit(call *c) {
     if (!j->again) ds4_kv_commit(j->s, j->tokens + j->done, c->parts[k].n);
     j->done += c->parts[k].n;
     c->done += c->parts[k].n;
+    page_restore(c->e, j, false);
     if (j->done < j->n) continue;
     if (j->n >= DS4_AUTO_MARK_MIN) ds4_mark_set_automatic(j->s, j->s->pos, false);
     if (j->logits) ds4_kv_set_logits(j->s, j->logits);
@@ -245,12 +277,13 @@ static void round_commit(call *c) {
   }
 }
 
-/* What a failed round leaves. A row that was being written again and may be half done is dropped; a device's rows are all lost. */
+/* A failed round leaves its sessions as they were; a device's rows are all lost. */
 static void round_abandon(call *c, int status) {
   for (uint32_t k = 0; k < c->n_parts; k++) {
     job *j = &c->jobs[c->parts[k].job];
     if (status == DS4_EDEVICE) j->s->poisoned = true;
-    if (status == DS4_EFAILED && j->again) ds4_kv_cut(j->s, j->from, NULL);
+    page_restore(c->e, j, true);
+    ds4_kv_abandon(j->s);
   }
 }
 
@@ -259,8 +292,13 @@ static int round_run(call *c, ds4_error *err) {
   ds4_waiter me;
   int status = turn_begin(c, &me);
   if (status) return call_failed(status, err);
+  uint32_t mode = ds4_float_mode_set();
   status = round_begin(c, err);
-  if (!status) {
+  if (status == DS4_ENOMEM && c->n_parts && c->jobs[c->parts[0].job].again)
+    ds4_fail(err, status, 0, 0, "the system refused memory to keep the last page; nothing has changed");
+  if (status) {
+    round_abandon(c, status);
+  } else {
     ds4_leave(e);
     e->ops->begin(e->backend, call_poll, c);
     status = e->arch->forward(&c->run);
@@ -270,12 +308,13 @@ static int round_run(call *c, ds4_error *err) {
     e->ops->end(e->backend);
     pthread_mutex_lock(&e->lock);
     if (status == DS4_ENONFINITE) ds4_fail(err, status, 0, 0, "a logit is not a finite number: the weights are damaged or do not fit this architecture");
-    if (status == DS4_ENOMEM) ds4_fail(err, status, 0, 0, "the system refused memory for logits; the session stands at the last whole chunk");
+    if (status == DS4_ENOMEM) ds4_fail(err, status, 0, 0, "the system refused memory for this round; the session stands at the last whole chunk");
     if (!status)
       round_commit(c);
     else
       round_abandon(c, status);
   }
+  ds4_float_mode_restore(mode);
   turn_end(e);
   return call_failed(status, err);
 }
@@ -285,6 +324,11 @@ static int round_run(call *c, ds4_error *err) {
 static void call_init(call *c, ds4_engine *e, job *jobs, uint32_t n, uint32_t chunk, ds4_progress progress, void *user) {
   *c = (call){.e = e, .jobs = jobs, .n_jobs = n, .progress = progress, .user = user, .last_ms = now_ms()};
   c->chunk = ds4_min_u32(chunk ? chunk : DS4_CHUNK_DEFAULT, DS4_CHUNK_MAX);
+}
+
+/* A reserve counts the pages of windowed streams for chunks of the default size. */
+static uint32_t session_chunk(const ds4_session *s, uint32_t chunk) {
+  return s->reserved_pos > s->pos ? ds4_min_u32(chunk, DS4_CHUNK_DEFAULT) : chunk;
 }
 
 /* All rounds of the jobs. Lock held on entry and exit, sessions BUSY with their pages taken. */
@@ -315,13 +359,13 @@ static int call_run(call *c, ds4_error *err) {
   return status;
 }
 
-static void busy_begin(ds4_session *s) {
+void ds4_kv_begin(ds4_session *s) {
   s->busy = true;
   atomic_store(&s->cancel, 0);
 }
 
 /* Pages above the reserve go back; a session that was freed meanwhile goes now. */
-static bool busy_end(ds4_session *s) {
+bool ds4_kv_end(ds4_session *s) {
   s->busy = false;
   if (s->free_when_idle) {
     ds4_kv_session_drop(s);
@@ -344,9 +388,9 @@ static int ctx_check(const ds4_session *s, uint64_t upto, ds4_error *err) {
                   (unsigned long long)upto, s->ctx);
 }
 
-static int take(ds4_session *s, uint32_t from, uint64_t upto, uint32_t chunk, ds4_error *err) {
+static int take(ds4_session *s, uint64_t upto, uint32_t chunk, ds4_error *err) {
   ds4_need need;
-  ds4_kv_need(s, from, upto, chunk, &need);
+  ds4_kv_need(s, s->pos, upto, chunk, &need);
   return ds4_kv_take(s, &need, err);
 }
 
@@ -355,7 +399,9 @@ static int evaluate_again(ds4_session *s, ds4_progress progress, void *user, ds4
   if (!s->pos) return ds4_fail(err, DS4_ELOGITS, 0, 0, "an empty session has no logits; evaluate at least one token first");
   int32_t token = ds4_log_token(s, s->pos - 1);
   job j = {.s = s, .tokens = &token, .n = 1, .from = s->pos - 1, .want = DS4_WANT_LAST, .again = true};
-  int status = take(s, j.from, s->pos, 1, err);
+  ds4_need need;
+  for (uint32_t i = 0; i < s->engine->n_streams; i++) need.pages[i] = s->line[i].n_stash + 1; /* for the copy of a shared page */
+  int status = ds4_kv_last_shared(s) ? ds4_kv_take(s, &need, err) : DS4_OK;
   if (status) return status;
   call c;
   call_init(&c, s->engine, &j, 1, 1, progress, user);
@@ -392,7 +438,9 @@ static int score_first(ds4_segment *g, ds4_progress progress, void *user, ds4_er
   }
   int status = s->logits ? DS4_OK : evaluate_again(s, progress, user, err);
   if (status) return status;
+  uint32_t mode = ds4_float_mode_set();
   g->out[0] = log_probability(s->logits->data, s->engine->vocab, g->tokens[0]);
+  ds4_float_mode_restore(mode);
   if (isfinite(g->out[0])) return DS4_OK;
   return ds4_fail(err, DS4_ENONFINITE, 0, 0, "a logit is not a finite number: the weights are damaged or do not fit this architecture");
 }
@@ -405,20 +453,21 @@ static int eval_locked(ds4_engine *e, ds4_segment *g, uint32_t n, job *jobs, uin
   for (uint32_t i = 0; !status && i < n; i++) status = segment_check(e, &g[i], i, g, err);
   call c;
   call_init(&c, e, jobs, 0, chunk, progress, user);
+  for (uint32_t i = 0; !status && i < n; i++) c.chunk = session_chunk(g[i].session, c.chunk);
   for (; !status && taken < n; taken++) {
     ds4_session *s = g[taken].session;
-    if ((status = take(s, s->pos, (uint64_t)s->pos + g[taken].n, c.chunk, err))) break;
-    busy_begin(s);
+    if ((status = take(s, (uint64_t)s->pos + g[taken].n, c.chunk, err))) break;
+    ds4_kv_begin(s);
   }
   for (uint32_t i = 0; !status && i < n; i++) status = score_first(&g[i], progress, user, err);
   for (uint32_t i = 0; !status && i < n; i++) /* a score may have used a page to get its first logits */
-    status = take(g[i].session, g[i].session->pos, (uint64_t)g[i].session->pos + g[i].n, c.chunk, err);
+    status = take(g[i].session, (uint64_t)g[i].session->pos + g[i].n, c.chunk, err);
   for (uint32_t i = 0; !status && i < n; i++)
     if (g[i].n) jobs[c.n_jobs++] = (job){.s = g[i].session, .tokens = g[i].tokens, .n = g[i].n, .from = g[i].session->pos, .want = g[i].want, .out = g[i].out};
   if (!status && c.n_jobs) status = call_run(&c, err);
   for (uint32_t i = 0; i < n; i++)
     if (g[i].session && g[i].session->engine == e) g[i].pos = g[i].session->pos;
-  while (taken--) *freed += busy_end(g[taken].session);
+  while (taken--) *freed += ds4_kv_end(g[taken].session);
   return status;
 }
 
@@ -462,12 +511,7 @@ static uint32_t cut_gain(const ds4_session *s, uint32_t stream, uint32_t pos) {
 static int sync_take(ds4_session *s, uint32_t pos, uint32_t n, uint32_t chunk, ds4_error *err) {
   ds4_need need;
   ds4_kv_need(s, pos, n, chunk, &need);
-  for (uint32_t i = 0; i < s->engine->n_streams; i++) {
-    const ds4_stream *st = &s->engine->stream[i];
-    uint32_t gain = cut_gain(s, i, pos), behind = ds4_rows_at(st, pos) % st->layout.page_rows == 0;
-    need.pages[i] += behind; /* the page at the cut counts as held above, but the cut lets it go */
-    need.pages[i] -= ds4_min_u32(gain, need.pages[i]);
-  }
+  for (uint32_t i = 0; i < s->engine->n_streams; i++) need.pages[i] -= ds4_min_u32(cut_gain(s, i, pos), need.pages[i]);
   return ds4_kv_take(s, &need, err);
 }
 
@@ -482,6 +526,7 @@ static int sync_locked(ds4_session *s, const int32_t *tokens, uint32_t n, uint32
   call c;
   job j = {.s = s, .tokens = tokens + keep, .n = n - keep, .from = keep, .want = DS4_WANT_LAST};
   call_init(&c, s->engine, &j, 1, chunk, progress, user);
+  c.chunk = session_chunk(s, c.chunk);
   int status = keep < n ? sync_take(s, keep, n, c.chunk, err) : DS4_OK;
   if (status) return status;
   if (s->poisoned)
@@ -505,9 +550,9 @@ int ds4_session_sync(ds4_session *s, const int32_t *tokens, uint32_t n, uint32_t
   if (!status) status = tokens_check(e, tokens, n, err);
   if (!status) status = ctx_check(s, n, err);
   if (!status) {
-    busy_begin(s);
+    ds4_kv_begin(s);
     status = sync_locked(s, tokens, n, chunk, progress, user, out, err);
-    freed = busy_end(s);
+    freed = ds4_kv_end(s);
   }
   ds4_leave(e);
   if (freed) ds4_engine_release(e);
@@ -521,9 +566,9 @@ int ds4_session_refresh(ds4_session *s, ds4_progress progress, void *user, ds4_e
   if (status) return status;
   status = ds4_kv_legal(s, err);
   if (!status && !s->logits) {
-    busy_begin(s);
+    ds4_kv_begin(s);
     status = evaluate_again(s, progress, user, err);
-    freed = busy_end(s);
+    freed = ds4_kv_end(s);
   }
   ds4_leave(e);
   if (freed) ds4_engine_release(e);
@@ -562,9 +607,8 @@ int ds4_session_logits(ds4_session *s, ds4_logits **out, ds4_error *err) {
   *out = NULL;
   int status = ds4_enter(s->engine, err);
   if (status) return status;
-  if (s->busy)
-    status = ds4_kv_legal(s, err);
-  else if (!s->logits)
+  status = ds4_kv_legal(s, err);
+  if (!status && !s->logits)
     status = ds4_fail(err, DS4_ELOGITS, s->pos, 0, "the session holds no valid logits at position %u; evaluate a token, sync, or refresh", s->pos);
   if (!status) {
     atomic_fetch_add(&s->logits->refs, 1);
@@ -605,13 +649,14 @@ void ds4_session_free(ds4_session *s) {
   if (!busy) ds4_engine_release(e);
 }
 
-void ds4_session_get_info(ds4_session *s, ds4_session_info *out) {
+int ds4_session_get_info(ds4_session *s, ds4_session_info *out, ds4_error *err) {
   memset(out, 0, sizeof *out);
-  if (ds4_enter(s->engine, NULL)) return;
+  int status = ds4_enter(s->engine, err);
+  if (status) return status;
   *out = (ds4_session_info){.pos = s->pos,
                             .ctx = s->ctx,
                             .state = s->busy ? DS4_BUSY : s->poisoned ? DS4_POISONED : s->pos ? DS4_LIVE : DS4_EMPTY,
-                            .logits_valid = s->logits && !s->busy,
+                            .logits_valid = s->logits && !s->busy && !s->poisoned,
                             .auto_marks = s->n_auto,
                             .marks = s->n_marks,
                             .reserved_pos = s->reserved_pos};
@@ -619,6 +664,7 @@ void ds4_session_get_info(ds4_session *s, ds4_session_info *out) {
     for (uint32_t t = 0; t < s->line[i].n_tables; t++)
       if (s->line[i].table[t]) out->bytes_held += s->line[i].table[t]->used * s->engine->stream[i].layout.page_bytes;
   ds4_leave(s->engine);
+  return DS4_OK;
 }
 
 int ds4_session_tokens(ds4_session *s, uint32_t first, uint32_t n, int32_t *out, ds4_error *err) {
@@ -640,7 +686,8 @@ int ds4_session_rows(ds4_session *s, uint32_t stream, uint32_t first, uint32_t n
   int status = ds4_enter(e, err);
   if (status) return status;
   uint8_t *to = out;
-  if ((uint64_t)first + n > ds4_rows_at(st, s->pos))
+  status = ds4_kv_legal(s, err);
+  if (!status && (uint64_t)first + n > ds4_rows_at(st, s->pos))
     status = ds4_fail(err, DS4_EPOSITION, (int64_t)first + n, ds4_rows_at(st, s->pos), "the stream holds %u rows", ds4_rows_at(st, s->pos));
   for (uint32_t layer = 0; !status && layer < st->layout.n_layers; layer++)
     for (uint32_t r = first; !status && r < first + n; r++, to += st->layout.row_bytes) {

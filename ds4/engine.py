@@ -78,7 +78,7 @@ class _Closing:
 
 
 class _Handle:
-    """A pointer of the core with its free function; `release` may come early, garbage collection does it otherwise."""
+    """A pointer of the core with its free function, called when the last user lets go: a call in another thread keeps the pointer until it returns."""
 
     def __init__(self, pointer: Any, free: Any, what: str) -> None:
         self._pointer, self._what = ffi.gc(pointer, free), what
@@ -88,10 +88,12 @@ class _Handle:
             raise Ds4Error(f"this {self._what} is closed; make a new one.")
         return self._pointer
 
+    @property
+    def open(self) -> bool:
+        return self._pointer is not None
+
     def release(self) -> None:
-        pointer, self._pointer = self._pointer, None
-        if pointer is not None:
-            ffi.release(pointer)
+        self._pointer = None
 
 
 @dataclass(frozen=True)
@@ -176,17 +178,19 @@ class Engine(_Closing):
     def _load(self, progress: ProgressCallback | None) -> None:
         """Hands every tensor to the core; the pages of the file go back to the system when the backend has a copy."""
         err = ffi.new("ds4_error *")
-        total, done = sum(len(t.data) for _, t in self.spec.tensors), 0
-        before = 0
+        total, done, before = sum(len(t.data) for _, t in self.spec.tensors), 0, 0
+        self._borrowed: list[Any] = []  # bytes that the backend goes on reading; they keep the mapping
         for name, tensor in self.spec.tensors:
             if tensor.format not in _FORMATS:
                 raise UnsupportedError(f"{self.checkpoint.path}: tensor {name} is {tensor.format}; this version computes with {', '.join(_FORMATS)}.")
             rows, cols = tensor.shape if len(tensor.shape) == 2 else (1, tensor.shape[0])
             data = ffi.from_buffer(tensor.data)
+            self._borrowed.append(data)
             check(lib.ds4_engine_tensor(self._handle(), name.encode(), _FORMATS[tensor.format], rows, cols, data, len(tensor.data), err), err)
             after = self._own_weights()
             if after > before:
                 self.checkpoint.forget(tensor)
+                self._borrowed.pop()
             before, done = after, done + len(tensor.data)
             if progress is not None:
                 progress(done, total)
@@ -199,7 +203,8 @@ class Engine(_Closing):
     @property
     def streams(self) -> list[StreamInfo]:
         """How the model's attention state is kept."""
-        info, err, found = ffi.new("ds4_stream_info *"), ffi.new("ds4_error *"), []
+        info, err = ffi.new("ds4_stream_info *"), ffi.new("ds4_error *")
+        found: list[StreamInfo] = []
         while lib.ds4_engine_stream(self._handle(), len(found), info, err) == lib.DS4_OK:
             sizes = (info.page_rows, info.row_bytes, info.page_bytes)
             found.append(StreamInfo(ffi.string(info.name).decode(), info.n_layers, info.stride, info.reach or None, *sizes))
@@ -208,8 +213,8 @@ class Engine(_Closing):
     def ledger(self) -> dict[str, int]:
         """Counts of the pool (K7): pages, references, bytes, sessions, marks, logits. All but bytes_system (freed pages may keep their memory)
         return to their start when everything is closed."""
-        led = ffi.new("ds4_ledger *")
-        lib.ds4_engine_ledger(self._handle(), led)
+        led, err = ffi.new("ds4_ledger *"), ffi.new("ds4_error *")
+        check(lib.ds4_engine_ledger(self._handle(), led, err), err)
         return {name: int(getattr(led, name)) for name, _ in ffi.typeof("ds4_ledger").fields}
 
     def session(self, ctx: int | None = None) -> Session:
@@ -248,6 +253,7 @@ class Engine(_Closing):
         for session in list(self._sessions):
             session.close()
         self._handle.release()
+        self._borrowed.clear()
         self.checkpoint.close()
 
 
@@ -265,7 +271,8 @@ def _eval(engine: Engine, segments: Sequence[_Segment], chunk: int | None, progr
     for segment, to in zip(segments, array, strict=False):
         if segment.session.engine is not engine:
             raise ArgumentError("every session of a batch must belong to this engine.")
-        to.session, to.n, to.want = segment.session._handle(), len(segment.tokens), segment.want
+        keep.append(segment.session._handle())
+        to.session, to.n, to.want = keep[-1], len(segment.tokens), segment.want
         keep.append(ffi.from_buffer("int32_t[]", segment.tokens))
         to.tokens = keep[-1]
         if segment.out is not None:
@@ -278,7 +285,7 @@ def _eval(engine: Engine, segments: Sequence[_Segment], chunk: int | None, progr
         check(status, err)
     except BaseException as error:
         if isinstance(error, Ds4Error):
-            error.positions = [segment.session.pos for segment in segments]
+            error.positions = [int(array[i].pos) for i in range(len(segments))]
             error.pos = error.positions[0] if len(error.positions) == 1 else None
         raise
 
@@ -298,8 +305,8 @@ class Session(_Closing):
         engine._sessions.add(self)
 
     def _info(self) -> Any:
-        info = ffi.new("ds4_session_info *")
-        lib.ds4_session_get_info(self._handle(), info)
+        info, err = ffi.new("ds4_session_info *"), ffi.new("ds4_error *")
+        check(lib.ds4_session_get_info(self._handle(), info, err), err)
         return info
 
     @property
@@ -502,6 +509,8 @@ class Session(_Closing):
     def close(self) -> None:
         """Frees the session; a call in progress is cancelled first. Safe to call twice."""
         self.engine._sessions.discard(self)
+        if self._handle.open:
+            self.cancel()
         self._handle.release()
 
 
@@ -515,7 +524,7 @@ class _PositionOnError:
         pass
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if isinstance(error, Ds4Error):
+        if isinstance(error, Ds4Error) and self.session._handle.open:
             error.pos = self.session.pos
 
 

@@ -9,7 +9,6 @@
 struct ds4_backend {
   const ds4_kernels *k;
   ds4_threads *threads;
-  uint32_t mode;
   ds4_quants quants;
   uint64_t cap_quants; /* blocks */
   float **scratch;     /* [threads] for attention */
@@ -81,15 +80,8 @@ static int cpu_open(int32_t threads, ds4_backend **out, ds4_error *err) {
 static const char *cpu_isa(const ds4_backend *b) { return b->k->isa; }
 static uint32_t cpu_threads(const ds4_backend *b) { return ds4_threads_count(b->threads); }
 
-static void cpu_begin(ds4_backend *b, ds4_poll poll, void *user) {
-  b->mode = ds4_float_mode_set();
-  ds4_threads_poll(b->threads, poll, user);
-}
-
-static void cpu_end(ds4_backend *b) {
-  ds4_threads_poll(b->threads, NULL, NULL);
-  ds4_float_mode_restore(b->mode);
-}
+static void cpu_begin(ds4_backend *b, ds4_poll poll, void *user) { ds4_threads_poll(b->threads, poll, user); }
+static void cpu_end(ds4_backend *b) { ds4_threads_poll(b->threads, NULL, NULL); }
 
 static int run(ds4_backend *b, uint32_t items, ds4_work work, void *ctx) {
   ds4_threads_run(b->threads, items, work, ctx);

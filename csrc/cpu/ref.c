@@ -10,7 +10,6 @@
 struct ds4_backend {
   ds4_poll poll;
   void *user;
-  uint32_t mode;
 };
 
 struct ds4_weight {
@@ -32,13 +31,9 @@ static uint32_t ref_threads(const ds4_backend *b) { return (void)b, 1; }
 static void ref_begin(ds4_backend *b, ds4_poll poll, void *user) {
   b->poll = poll;
   b->user = user;
-  b->mode = ds4_float_mode_set();
 }
 
-static void ref_end(ds4_backend *b) {
-  ds4_float_mode_restore(b->mode);
-  b->poll = NULL;
-}
+static void ref_end(ds4_backend *b) { b->poll = NULL; }
 
 static bool stop(ds4_backend *b) { return b->poll && b->poll(b->user); }
 

@@ -1,41 +1,15 @@
 /* Many threads on one engine, for ThreadSanitizer: sessions evaluate, fork, truncate and cancel at once, and every result has the bits of a quiet run. */
 #include <pthread.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
 
-#include "ds4.h"
+#include "tiny.h"
 
-#define VOCAB 64
 #define TOKENS 96
 #define THREADS 4
 #define ROUNDS 6
 
-static float weights[64 * 64], expected[THREADS][VOCAB];
+static float expected[THREADS][VOCAB];
 static ds4_engine *engine;
 static ds4_session *shared;
-
-static void die(const char *what, const ds4_error *err) {
-  fprintf(stderr, "%s: %s\n", what, err->text);
-  exit(1);
-}
-
-static void load(void) {
-  static const char *const names[] = {"embed", "norm", "layers.0.attn_norm", "layers.0.q", "layers.0.k", "layers.0.v",
-                                      "layers.0.o", "layers.0.ffn_norm", "layers.0.gate", "layers.0.up", "layers.0.down"};
-  static const uint64_t shapes[][2] = {{64, 32}, {1, 32}, {1, 32}, {32, 32}, {16, 32}, {16, 32}, {32, 32}, {1, 32}, {64, 32}, {64, 32}, {32, 64}};
-  static const char *const keys[] = {"n_layers", "vocab", "ctx", "dim", "n_heads", "n_kv_heads", "head_dim", "ffn_dim", "norm_eps", "rope_base", "rope_interleaved"};
-  static const double values[] = {1, VOCAB, 512, 32, 4, 2, 8, 64, 1e-5, 10000, 0};
-  const uint8_t identity[32] = "threads.c";
-  ds4_error err;
-  for (int i = 0; i < 64 * 64; i++) weights[i] = (float)((i * 7919) % 199 - 99) / 500.0f;
-  if (ds4_engine_new("llama", "cpu", 2, &engine, &err)) die("new", &err);
-  for (size_t i = 0; i < sizeof values / sizeof *values; i++)
-    if (ds4_engine_set(engine, keys[i], &values[i], 1, &err)) die(keys[i], &err);
-  for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
-    if (ds4_engine_tensor(engine, names[i], DS4_F32, shapes[i][0], shapes[i][1], weights, shapes[i][0] * shapes[i][1] * 4, &err)) die(names[i], &err);
-  if (ds4_engine_ready(engine, "f16", 16384, 0, identity, &err)) die("ready", &err);
-}
 
 static void run(int which, float *logits, uint32_t chunk) {
   ds4_error err;
@@ -86,7 +60,7 @@ static void *work(void *arg) {
 int main(void) {
   pthread_t thread[THREADS];
   ds4_error err;
-  load();
+  engine = tiny_engine(2);
   for (int i = 0; i < THREADS; i++) run(i, expected[i], 0);
   if (ds4_session_new(engine, 0, &shared, &err)) die("session", &err);
   for (int i = 0; i < THREADS; i++) pthread_create(&thread[i], NULL, work, (void *)(intptr_t)i);
@@ -94,7 +68,7 @@ int main(void) {
   if (ds4_session_check(shared, &err)) die("check", &err);
   ds4_session_free(shared);
   ds4_ledger l;
-  ds4_engine_ledger(engine, &l);
+  if (ds4_engine_ledger(engine, &l, &err)) die("ledger", &err);
   printf("%d threads, %llu pages left in use\n", THREADS, (unsigned long long)l.pages_used);
   ds4_engine_free(engine);
   return l.pages_used ? 1 : 0;
