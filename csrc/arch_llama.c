@@ -93,21 +93,19 @@ static int setup(ds4_engine *e, ds4_error *err) {
     const char *key;
     uint32_t min, max, *out;
   } settings[] = {
-      {"vocab", 1, 1u << 24, &e->vocab},
-      {"ctx", 1, 1u << 28, &e->ctx},
-      {"dim", 1, 1u << 20, &m->dim},
-      {"n_heads", 1, 4096, &m->n_heads},
-      {"n_kv_heads", 1, 4096, &m->n_kv},
-      {"head_dim", 2, 1024, &m->head_dim},
-      {"ffn_dim", 1, 1u << 22, &m->ffn},
-      {"rope_interleaved", 0, 1, &m->interleaved},
+      {"vocab", 1, 1u << 24, &e->vocab}, {"ctx", 1, 1u << 28, &e->ctx},
+      {"dim", 1, 1u << 20, &m->dim},     {"n_heads", 1, 4096, &m->n_heads},
+      {"n_kv_heads", 1, 4096, &m->n_kv}, {"head_dim", 2, 1024, &m->head_dim},
+      {"ffn_dim", 1, 1u << 22, &m->ffn}, {"rope_interleaved", 0, 1, &m->interleaved},
   };
   for (size_t i = 0; !status && i < sizeof settings / sizeof *settings; i++)
     status = ds4_setting_u32(e, settings[i].key, settings[i].min, settings[i].max, settings[i].out, err);
   if (status) return status;
   if (m->n_heads % m->n_kv || m->head_dim % 2)
-    return ds4_fail(err, DS4_EUNSUPPORTED, m->n_heads, m->n_kv, "%u query heads do not divide into %u key heads, or the head size %u is odd", m->n_heads, m->n_kv, m->head_dim);
-  if (!ds4_setting_number(e, "norm_eps", &eps) || eps <= 0 || eps > 1) return ds4_fail(err, DS4_EINVAL, 0, 0, "setting 'norm_eps' is missing or not between 0 and 1");
+    return ds4_fail(err, DS4_EUNSUPPORTED, m->n_heads, m->n_kv,
+                    "%u query heads do not divide into %u key heads, or the head size %u is odd", m->n_heads, m->n_kv, m->head_dim);
+  if (!ds4_setting_number(e, "norm_eps", &eps) || eps <= 0 || eps > 1)
+    return ds4_fail(err, DS4_EINVAL, 0, 0, "setting 'norm_eps' is missing or not between 0 and 1");
   m->eps = (float)eps;
   m->scale = (float)(1.0 / sqrt((double)m->head_dim));
   e->width = m->dim;
@@ -140,11 +138,11 @@ static int bind(ds4_engine *e, ds4_error *err) {
   return DS4_OK;
 }
 
-#define OP(call)                       \
-  do {                                 \
-    int op_status = ds4_op(r);         \
-    if (!op_status) op_status = (call); \
-    if (op_status) return op_status;   \
+#define OP(call)                                                                                                                           \
+  do {                                                                                                                                     \
+    int op_status = ds4_op(r);                                                                                                             \
+    if (!op_status) op_status = (call);                                                                                                    \
+    if (op_status) return op_status;                                                                                                       \
   } while (0)
 
 /* Rows [lo, hi) that each token reads in a stream, and the row that it writes. */

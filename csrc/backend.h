@@ -98,7 +98,8 @@ typedef struct ds4_ops {
   /* ops; each returns a status. x, y, out are [n][width] row-major */
   int (*embed)(ds4_backend *b, const ds4_weight *w, const int32_t *ids, uint32_t n, float *out);
   int (*rms_norm)(ds4_backend *b, const float *x, const float *weight, uint32_t n, uint32_t width, float eps, float *out);
-  int (*matmul)(ds4_backend *b, const ds4_weight *const *w, float *const *out, uint32_t n_w, const float *x, uint32_t n); /* same x for all */
+  int (*matmul)(ds4_backend *b, const ds4_weight *const *w, float *const *out, uint32_t n_w, const float *x,
+                uint32_t n); /* same x for all */
   int (*rope)(ds4_backend *b, float *x, const uint32_t *pos, uint32_t n, uint32_t heads, uint32_t width, const float *table,
               uint32_t interleaved); /* table[pos][width / 2][cos, sin] */
   int (*rows_write)(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *views, const ds4_batch *batch,
@@ -107,7 +108,7 @@ typedef struct ds4_ops {
                    float *out);
   int (*attend)(ds4_backend *b, const ds4_attend *a);
   int (*swiglu)(ds4_backend *b, const float *gate, const float *up, uint64_t n, float *out); /* silu(gate) * up */
-  int (*add)(ds4_backend *b, float *x, const float *y, uint64_t n);                            /* x += y */
+  int (*add)(ds4_backend *b, float *x, const float *y, uint64_t n);                          /* x += y */
 } ds4_ops;
 
 extern const ds4_ops ds4_ref_ops, ds4_cpu_ops;

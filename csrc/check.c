@@ -15,7 +15,8 @@ static int check_line(const ds4_session *s, uint32_t i, ds4_error *err) {
     BROKEN(3, "stream %s: floor page %u lies inside the window of position %u", st->name, floor, s->pos);
   for (uint32_t page = 0; page < l->n_tables * DS4_TABLE_PAGES; page++) {
     bool held = ds4_entry(l, page) != 0;
-    if (page >= pages && held && !s->busy) BROKEN(2, "stream %s: page %u is held behind the last row of position %u", st->name, page, s->pos);
+    if (page >= pages && held && !s->busy)
+      BROKEN(2, "stream %s: page %u is held behind the last row of position %u", st->name, page, s->pos);
     if (page >= floor && page < pages && !held) BROKEN(2, "stream %s: page %u is missing at position %u", st->name, page, s->pos);
     if (page < floor && held && !ds4_mark_covers(s, i, page)) BROKEN(3, "stream %s: page %u is held for no mark", st->name, page);
   }
@@ -23,7 +24,8 @@ static int check_line(const ds4_session *s, uint32_t i, ds4_error *err) {
   for (uint32_t t = 0; t < l->n_tables; t++) {
     uint32_t used = 0;
     for (uint32_t k = 0; l->table[t] && k < DS4_TABLE_PAGES; k++) used += l->table[t]->page[k] != 0;
-    if (l->table[t] && used != l->table[t]->used) BROKEN(4, "stream %s: table %u counts %u pages, holds %u", st->name, t, l->table[t]->used, used);
+    if (l->table[t] && used != l->table[t]->used)
+      BROKEN(4, "stream %s: table %u counts %u pages, holds %u", st->name, t, l->table[t]->used, used);
   }
   for (const ds4_mark *m = s->newest; m && st->reach; m = m->older)
     for (uint32_t page = ds4_window_page(st, m->pos, st->reach); m->pos && page < ds4_pages_of(st, m->pos); page++)
@@ -76,7 +78,8 @@ static int check_stream(const ds4_engine *e, uint32_t i, const ds4_table **table
       if (tables[t]->page[k]) refs[tables[t]->page[k]]++;
   }
   for (uint32_t id = 1; id < st->n_pages; id++) {
-    if (st->pages[id].refs != refs[id]) BROKEN(4, "stream %s: page %u counts %u references, has %u", st->name, id, st->pages[id].refs, refs[id]);
+    if (st->pages[id].refs != refs[id])
+      BROKEN(4, "stream %s: page %u counts %u references, has %u", st->name, id, st->pages[id].refs, refs[id]);
     used += refs[id] != 0;
     *total += refs[id];
   }
@@ -106,7 +109,8 @@ static int check_pool(ds4_engine *e, ds4_error *err) {
   free(tables);
   free(refs);
   if (status) return status;
-  if (total != e->pool.refs) BROKEN(4, "%llu references counted, %llu in the ledger", (unsigned long long)total, (unsigned long long)e->pool.refs);
+  if (total != e->pool.refs)
+    BROKEN(4, "%llu references counted, %llu in the ledger", (unsigned long long)total, (unsigned long long)e->pool.refs);
   if (used != e->pool.used || e->pool.used + e->pool.reserved > e->pool.budget || e->pool.system > e->pool.budget)
     BROKEN(5, "%llu bytes used by count, %llu by ledger, budget %llu", (unsigned long long)used, (unsigned long long)e->pool.used,
            (unsigned long long)e->pool.budget);

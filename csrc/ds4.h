@@ -174,7 +174,8 @@ void ds4_logits_free(ds4_logits *l);
 int ds4_session_truncate(ds4_session *s, int64_t pos, ds4_error *err);
 /* The largest q <= pos that truncate and fork accept. */
 int ds4_session_nearest_exact(ds4_session *s, int64_t pos, uint32_t *out, ds4_error *err);
-int ds4_session_fork(ds4_session *s, int64_t pos, ds4_session **out, ds4_error *err); /* pos -1: where the session stands, with its logits */
+int ds4_session_fork(ds4_session *s, int64_t pos, ds4_session **out,
+                     ds4_error *err); /* pos -1: where the session stands, with its logits */
 int ds4_session_clear(ds4_session *s, ds4_error *err);
 /* Sets pages aside so that `tokens` more positions cannot run out of them, also after truncate and rollback; 0 gives them back. */
 int ds4_session_reserve(ds4_session *s, uint32_t tokens, ds4_error *err);
@@ -196,7 +197,7 @@ int ds4_session_load(ds4_engine *e, const char *path, uint32_t ctx, ds4_session 
 typedef struct ds4_sampling {
   float temperature; /* 0 = greedy */
   float top_p, min_p, repetition, presence, frequency;
-  int32_t top_k; /* 0 = all */
+  int32_t top_k;                        /* 0 = all */
   int32_t n_history, n_bias, n_allowed; /* n_allowed -1 = every token */
   const int32_t *history;               /* the tokens that the penalties count */
   const int32_t *bias_ids;

@@ -101,10 +101,10 @@ struct ds4_mark {
 typedef struct ds4_timeline {
   ds4_table **table; /* [n_tables] NULL where a windowed stream has let go of all pages */
   uint32_t n_tables, cap_tables;
-  uint32_t floor;      /* windowed: pages from here on are all held; below it only those of marks */
-  uint32_t stash;      /* pages set aside, linked by ds4_page.next */
+  uint32_t floor; /* windowed: pages from here on are all held; below it only those of marks */
+  uint32_t stash; /* pages set aside, linked by ds4_page.next */
   uint32_t n_stash;
-  uint8_t **view;      /* scratch for ds4_view.pages */
+  uint8_t **view; /* scratch for ds4_view.pages */
   uint32_t cap_view;
 } ds4_timeline;
 
@@ -168,7 +168,7 @@ struct ds4_engine {
   pthread_mutex_t lock; /* guards the pool, all sessions and marks; never held while computing */
   pthread_cond_t turn;
   struct ds4_waiter *queue; /* calls that compute, first come, first served; the head has its turn */
-  _Atomic uint32_t refs; /* the caller's, one per session, mark and logits */
+  _Atomic uint32_t refs;    /* the caller's, one per session, mark and logits */
   _Atomic uint64_t live_logits;
   pid_t pid;
   int phase;
@@ -192,7 +192,7 @@ struct ds4_engine {
   float *buffer[DS4_MAX_BUFFERS];
   float *head_x, *head_scratch, *head_logits; /* [head_rows][width] twice, [head_rows][vocab] */
   uint32_t head_rows;
-  int32_t *ids;              /* the batch of the round, [buffer_tokens] each */
+  int32_t *ids;                     /* the batch of the round, [buffer_tokens] each */
   uint32_t *pos, *segment, *row[3]; /* row: for the architecture */
 
   ds4_stream stream[DS4_MAX_STREAMS];
@@ -254,7 +254,9 @@ int ds4_kv_legal(const ds4_session *s, ds4_error *err); /* DS4_EBUSY, DS4_EPOISO
 void ds4_kv_begin(ds4_session *s);
 bool ds4_kv_end(ds4_session *s); /* true: it was freed meanwhile, the caller lets go of the engine without the lock */
 ds4_logits *ds4_logits_new(ds4_engine *e);
-static inline int32_t ds4_log_token(const ds4_session *s, uint32_t pos) { return s->logs[pos / DS4_LOG_TOKENS]->token[pos % DS4_LOG_TOKENS]; }
+static inline int32_t ds4_log_token(const ds4_session *s, uint32_t pos) {
+  return s->logs[pos / DS4_LOG_TOKENS]->token[pos % DS4_LOG_TOKENS];
+}
 static inline uint32_t ds4_rows_at(const ds4_stream *st, uint64_t pos) { return (uint32_t)(pos / st->stride); }
 static inline uint32_t ds4_pages_of(const ds4_stream *st, uint64_t rows) {
   return (uint32_t)((rows + st->layout.page_rows - 1) / st->layout.page_rows);

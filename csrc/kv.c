@@ -162,10 +162,11 @@ int ds4_kv_take(ds4_session *s, const ds4_need *need, ds4_error *err) {
   uint64_t bytes;
   while ((bytes = need_bytes(s, need)) > ds4_pool_free_bytes(e))
     if (!ds4_mark_drop_automatic(e, s, false))
-      return ds4_fail(err, DS4_EPOOL, (int64_t)bytes, (int64_t)ds4_pool_free_bytes(e),
-                      "the page pool is full: %llu bytes needed, %llu free; close sessions or marks, truncate, or make the engine with a larger "
-                      "pool_tokens",
-                      (unsigned long long)bytes, (unsigned long long)ds4_pool_free_bytes(e));
+      return ds4_fail(
+          err, DS4_EPOOL, (int64_t)bytes, (int64_t)ds4_pool_free_bytes(e),
+          "the page pool is full: %llu bytes needed, %llu free; close sessions or marks, truncate, or make the engine with a larger "
+          "pool_tokens",
+          (unsigned long long)bytes, (unsigned long long)ds4_pool_free_bytes(e));
   for (uint32_t i = 0; i < e->n_streams; i++)
     while (s->line[i].n_stash < need->pages[i]) {
       uint32_t id = ds4_pool_take(e, &e->stream[i]);
@@ -203,8 +204,7 @@ void ds4_kv_give_back(ds4_session *s) {
   s->settling = false;
   for (uint32_t i = 0; i < s->engine->n_streams; i++) {
     uint32_t keep = s->reserved_pos > s->pos ? stream_need(s, i, s->pos, s->reserved_pos, DS4_CHUNK_DEFAULT) : 0;
-    while (s->line[i].n_stash > keep)
-      ds4_pool_give(s->engine, &s->engine->stream[i], stash_pop(&s->line[i], &s->engine->stream[i]));
+    while (s->line[i].n_stash > keep) ds4_pool_give(s->engine, &s->engine->stream[i], stash_pop(&s->line[i], &s->engine->stream[i]));
   }
 }
 
@@ -273,7 +273,9 @@ int ds4_kv_write_begin(ds4_session *s, uint32_t from, uint32_t upto, ds4_error *
       uint32_t old = ds4_entry(l, page);
       if (old && !page_is_shared(s, i, page)) continue;
       uint32_t id = stash_page(s, i);
-      if (!id) return ds4_fail(err, DS4_EPOOL, (int64_t)st->layout.page_bytes, 0, "no page left for stream %s: report this, it was counted before", st->name);
+      if (!id)
+        return ds4_fail(err, DS4_EPOOL, (int64_t)st->layout.page_bytes, 0, "no page left for stream %s: report this, it was counted before",
+                        st->name);
       if (old) {
         int status = e->ops->copy(e->backend, st->pages[id].mem, st->pages[old].mem, st->layout.page_bytes);
         if (status) {
@@ -365,7 +367,8 @@ static void poison_behind(ds4_session *s, uint32_t stream) {
   uint32_t rows = ds4_rows_at(st, s->pos), page = rows / st->layout.page_rows, row = rows % st->layout.page_rows;
   uint32_t id = ds4_entry(&s->line[stream], page);
   if (!id || !row || page_is_shared(s, stream, page)) return;
-  for (uint32_t layer = 0; layer < st->layout.n_layers; layer++) ds4_rows_fill(&st->layout, st->pages[id].mem, layer, row, st->layout.page_rows - row, 0xff);
+  for (uint32_t layer = 0; layer < st->layout.n_layers; layer++)
+    ds4_rows_fill(&st->layout, st->pages[id].mem, layer, row, st->layout.page_rows - row, 0xff);
 }
 #endif
 
@@ -606,12 +609,14 @@ int ds4_session_fork(ds4_session *s, int64_t pos, ds4_session **out, ds4_error *
 /* Tests a position that truncate and fork were given. */
 int ds4_kv_position(const ds4_session *s, int64_t pos, bool exact, ds4_error *err) {
   if (pos < 0 || pos > s->pos)
-    return ds4_fail(err, DS4_EPOSITION, pos, s->pos, "position %lld is outside 0..%u, which is what the session holds", (long long)pos, s->pos);
+    return ds4_fail(err, DS4_EPOSITION, pos, s->pos, "position %lld is outside 0..%u, which is what the session holds", (long long)pos,
+                    s->pos);
   uint32_t nearest = exact ? ds4_kv_nearest_exact(s, (uint32_t)pos) : (uint32_t)pos;
   if (nearest == pos) return DS4_OK;
-  return ds4_fail(err, DS4_EINEXACT, pos, nearest,
-                  "position %lld is out of reach: the nearest exact position below it is %u; truncate there and evaluate again, or use sync", (long long)pos,
-                  nearest);
+  return ds4_fail(
+      err, DS4_EINEXACT, pos, nearest,
+      "position %lld is out of reach: the nearest exact position below it is %u; truncate there and evaluate again, or use sync",
+      (long long)pos, nearest);
 }
 
 int ds4_session_nearest_exact(ds4_session *s, int64_t pos, uint32_t *out, ds4_error *err) {

@@ -34,7 +34,8 @@ int ds4_layout_init(ds4_layout *l, ds4_error *err) {
 enum { PACK, UNPACK, FILL };
 
 /* Moves `count` numbers of `size` bytes of one row, from / to contiguous memory. */
-static void move(int way, uint8_t *tile, uint32_t across, uint32_t rows, uint32_t row, uint32_t count, uint32_t size, uint8_t *line, uint8_t byte) {
+static void move(int way, uint8_t *tile, uint32_t across, uint32_t rows, uint32_t row, uint32_t count, uint32_t size, uint8_t *line,
+                 uint8_t byte) {
   uint64_t step = across ? (uint64_t)rows * size : size;
   uint8_t *at = tile + (across ? (uint64_t)row * size : (uint64_t)row * count * size);
   for (uint32_t i = 0; i < count; i++, at += step) {

@@ -112,7 +112,8 @@ void ds4_mark_set_automatic(ds4_session *s, uint32_t pos, bool pinned) {
   }
   if (e->mark_bytes > e->pool.budget / 8 || !ds4_mark_new(s, pos, true, pinned)) return;
   thin(s);
-  while (e->pool.auto_bytes > e->pool.budget / 8 && ds4_mark_drop_automatic(e, s, false)) {}
+  while (e->pool.auto_bytes > e->pool.budget / 8 && ds4_mark_drop_automatic(e, s, false)) {
+  }
 }
 
 void ds4_mark_copy_automatic(ds4_session *child, const ds4_session *s) {
@@ -149,7 +150,8 @@ int ds4_session_mark(ds4_session *s, ds4_mark **out, ds4_error *err) {
     *out = NULL;
     ds4_engine_release(s->engine);
     status = ds4_fail(err, DS4_EPOOL, (int64_t)s->engine->mark_bytes, (int64_t)ds4_pool_free_bytes(s->engine),
-                      "the page pool is full: a mark needs %llu more bytes to keep this session's reserve, %llu are free; lower the reserve, or mark first",
+                      "the page pool is full: a mark needs %llu more bytes to keep this session's reserve, %llu are free; lower the "
+                      "reserve, or mark first",
                       (unsigned long long)s->engine->mark_bytes, (unsigned long long)ds4_pool_free_bytes(s->engine));
   }
   if (!status && s->logits) {
@@ -163,8 +165,9 @@ int ds4_session_mark(ds4_session *s, ds4_mark **out, ds4_error *err) {
 
 static int mark_alive(const ds4_mark *m, ds4_error *err) {
   if (m->session) return DS4_OK;
-  return ds4_fail(err, DS4_EMARK, m->pos, 0,
-                  "the mark at position %u is gone: the session was truncated, synced or cleared below it, or closed; sync the tokens instead", m->pos);
+  return ds4_fail(
+      err, DS4_EMARK, m->pos, 0,
+      "the mark at position %u is gone: the session was truncated, synced or cleared below it, or closed; sync the tokens instead", m->pos);
 }
 
 int ds4_session_rollback(ds4_session *s, ds4_mark *m, ds4_error *err) {

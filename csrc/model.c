@@ -47,7 +47,8 @@ int ds4_engine_new(const char *arch, const char *backend, int32_t threads, ds4_e
     if (!strcmp(backends[i]->name, backend)) ops = backends[i];
   if (!a) return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "architecture '%.60s' is not known; this version has llama", arch);
   if (!ops) return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "backend '%.60s' is not known; this version has cpu and ref", backend);
-  if (threads < 0 || threads > 256) return ds4_fail(err, DS4_EINVAL, threads, 256, "threads is %d; 0 (all CPUs this process may use) to 256 are possible", threads);
+  if (threads < 0 || threads > 256)
+    return ds4_fail(err, DS4_EINVAL, threads, 256, "threads is %d; 0 (all CPUs this process may use) to 256 are possible", threads);
   ds4_engine *e = calloc(1, sizeof *e);
   if (!e) return ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for an engine");
   e->arch = a;
@@ -134,7 +135,8 @@ int ds4_engine_set(ds4_engine *e, const char *key, const double *values, uint64_
   if (find_setting(e, key)) return ds4_fail(err, DS4_EINVAL, 0, 0, "setting '%s' is given twice", key);
   if (!n || n > 1u << 20) return ds4_fail(err, DS4_EINVAL, (int64_t)n, 0, "setting '%s' has %llu numbers", key, (unsigned long long)n);
   for (uint64_t i = 0; i < n; i++)
-    if (!isfinite(values[i])) return ds4_fail(err, DS4_ENONFINITE, (int64_t)i, 0, "setting '%s' is not a finite number at index %llu", key, (unsigned long long)i);
+    if (!isfinite(values[i]))
+      return ds4_fail(err, DS4_ENONFINITE, (int64_t)i, 0, "setting '%s' is not a finite number at index %llu", key, (unsigned long long)i);
   ds4_setting *s = calloc(1, sizeof *s);
   if (s) s->values = malloc(n * sizeof *s->values);
   if (!s || !s->values) {
@@ -160,7 +162,8 @@ bool ds4_setting_number(ds4_engine *e, const char *key, double *out) {
 int ds4_setting_u32(ds4_engine *e, const char *key, uint32_t min, uint32_t max, uint32_t *out, ds4_error *err) {
   double v;
   if (!ds4_setting_number(e, key, &v)) return ds4_fail(err, DS4_EINVAL, 0, 0, "setting '%s' is missing, or not one number", key);
-  if (v < min || v > max || v != floor(v)) return ds4_fail(err, DS4_EINVAL, (int64_t)v, max, "setting '%s' is %g; a whole number from %u to %u is needed", key, v, min, max);
+  if (v < min || v > max || v != floor(v))
+    return ds4_fail(err, DS4_EINVAL, (int64_t)v, max, "setting '%s' is %g; a whole number from %u to %u is needed", key, v, min, max);
   *out = (uint32_t)v;
   return DS4_OK;
 }
@@ -175,7 +178,9 @@ int ds4_setting_freqs(ds4_engine *e, uint32_t half, ds4_error *err) {
   ds4_setting_number(e, "rope_scale", &e->rope_scale);
   if (!s && (!ds4_setting_number(e, "rope_base", &base) || base <= 0))
     return ds4_fail(err, DS4_EINVAL, 0, 0, "setting 'rope_base' or 'rope_freqs' is missing");
-  if (s && s->n != half) return ds4_fail(err, DS4_EINVAL, (int64_t)s->n, half, "setting 'rope_freqs' has %llu numbers, the head size needs %u", (unsigned long long)s->n, half);
+  if (s && s->n != half)
+    return ds4_fail(err, DS4_EINVAL, (int64_t)s->n, half, "setting 'rope_freqs' has %llu numbers, the head size needs %u",
+                    (unsigned long long)s->n, half);
   for (uint32_t i = 0; i < half; i++) e->rope_freqs[i] = s ? s->values[i] : pow(base, -2.0 * i / (2.0 * half));
   if (s) s->read = true;
   return DS4_OK;
@@ -217,13 +222,16 @@ ds4_tensor *ds4_find_tensor(ds4_engine *e, const char *name) {
   return NULL;
 }
 
-int ds4_declare_stream(ds4_engine *e, const char *name, uint32_t n_layers, uint32_t stride, uint32_t reach, uint32_t n_parts, const ds4_part *parts, ds4_error *err) {
+int ds4_declare_stream(ds4_engine *e, const char *name, uint32_t n_layers, uint32_t stride, uint32_t reach, uint32_t n_parts,
+                       const ds4_part *parts, ds4_error *err) {
   if (e->n_streams == DS4_MAX_STREAMS || n_parts > DS4_STREAM_PARTS || !n_layers || (reach && stride != 1))
-    return ds4_fail(err, DS4_EUNSUPPORTED, n_layers, reach, "stream %s is not possible: %u layers, stride %u, reach %u", name, n_layers, stride, reach);
+    return ds4_fail(err, DS4_EUNSUPPORTED, n_layers, reach, "stream %s is not possible: %u layers, stride %u, reach %u", name, n_layers,
+                    stride, reach);
   ds4_stream *st = &e->stream[e->n_streams++];
   *st = (ds4_stream){.stride = stride, .reach = reach};
   snprintf(st->name, sizeof st->name, "%s", name);
-  st->layout = (ds4_layout){.n_layers = n_layers, .page_rows = reach && reach < DS4_PAGE_ROWS ? DS4_PAGE_ROWS_SMALL : DS4_PAGE_ROWS, .n_parts = n_parts};
+  st->layout = (ds4_layout){
+      .n_layers = n_layers, .page_rows = reach && reach < DS4_PAGE_ROWS ? DS4_PAGE_ROWS_SMALL : DS4_PAGE_ROWS, .n_parts = n_parts};
   memcpy(st->layout.part, parts, n_parts * sizeof *parts);
   e->windowed |= reach != 0;
   return DS4_OK;
@@ -238,9 +246,13 @@ static int declare(ds4_engine *e, ds4_error *err) {
   if (e->phase != DS4_BUILDING) return DS4_OK;
   int status = e->arch->setup(e, err);
   double slack;
-  if (!status && ds4_setting_number(e, "reach_slack", &slack)) status = ds4_setting_u32(e, "reach_slack", 0, 1u << 20, &e->reach_slack, err);
+  if (!status && ds4_setting_number(e, "reach_slack", &slack))
+    status = ds4_setting_u32(e, "reach_slack", 0, 1u << 20, &e->reach_slack, err);
   for (ds4_setting *s = e->settings; !status && s; s = s->next) {
-    if (!s->read) status = ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "setting '%s' is not known to architecture %s in this build; it is refused rather than ignored", s->key, e->arch->name);
+    if (!s->read)
+      status =
+          ds4_fail(err, DS4_EUNSUPPORTED, 0, 0,
+                   "setting '%s' is not known to architecture %s in this build; it is refused rather than ignored", s->key, e->arch->name);
     e->settings_hash += setting_hash(s);
   }
   e->phase = status ? DS4_BROKEN : DS4_DECLARED;
@@ -260,20 +272,24 @@ static int set_vector(ds4_engine *e, ds4_tensor *t, int32_t format, const void *
   return status;
 }
 
-int ds4_engine_tensor(ds4_engine *e, const char *name, int32_t format, uint64_t rows, uint64_t cols, const void *data, uint64_t nbytes, ds4_error *err) {
+int ds4_engine_tensor(ds4_engine *e, const char *name, int32_t format, uint64_t rows, uint64_t cols, const void *data, uint64_t nbytes,
+                      ds4_error *err) {
   uint64_t bytes;
   int status = declare(e, err);
   if (status) return status;
-  if (e->phase != DS4_DECLARED) return ds4_fail(err, DS4_EINVAL, 0, 0, "tensor '%.60s' comes too late: the engine is ready, or its set-up failed", name);
+  if (e->phase != DS4_DECLARED)
+    return ds4_fail(err, DS4_EINVAL, 0, 0, "tensor '%.60s' comes too late: the engine is ready, or its set-up failed", name);
   ds4_tensor *t = ds4_find_tensor(e, name);
-  if (!t) return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "tensor '%.60s' is not part of architecture %s with these settings", name, e->arch->name);
+  if (!t)
+    return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "tensor '%.60s' is not part of architecture %s with these settings", name, e->arch->name);
   if (t->weight || t->values) return ds4_fail(err, DS4_EINVAL, 0, 0, "tensor %s is given twice", t->name);
   if (rows != t->rows || cols != t->cols)
-    return ds4_fail(err, DS4_EINVAL, (int64_t)rows, (int64_t)cols, "tensor %s is %llu x %llu, but the settings ask for %llu x %llu", t->name, (unsigned long long)rows,
-                    (unsigned long long)cols, (unsigned long long)t->rows, (unsigned long long)t->cols);
+    return ds4_fail(err, DS4_EINVAL, (int64_t)rows, (int64_t)cols, "tensor %s is %llu x %llu, but the settings ask for %llu x %llu",
+                    t->name, (unsigned long long)rows, (unsigned long long)cols, (unsigned long long)t->rows, (unsigned long long)t->cols);
   if ((status = ds4_format_bytes(format, rows, cols, &bytes, err))) return status;
   if (bytes != nbytes || !data)
-    return ds4_fail(err, DS4_EINVAL, (int64_t)nbytes, (int64_t)bytes, "tensor %s has %llu bytes, its shape and format need %llu", t->name, (unsigned long long)nbytes, (unsigned long long)bytes);
+    return ds4_fail(err, DS4_EINVAL, (int64_t)nbytes, (int64_t)bytes, "tensor %s has %llu bytes, its shape and format need %llu", t->name,
+                    (unsigned long long)nbytes, (unsigned long long)bytes);
   if (t->vector) {
     uint32_t mode = ds4_float_mode_set();
     status = set_vector(e, t, format, data, nbytes, err);
@@ -292,7 +308,8 @@ static int layouts_init(ds4_engine *e, const char *kv_dtype, ds4_error *err) {
   e->kv_type = COUNT(names);
   for (uint32_t i = 0; i < COUNT(names); i++)
     if (!strcmp(kv_dtype, names[i])) e->kv_type = i;
-  if (e->kv_type == COUNT(names)) return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "kv_dtype '%.20s' is not known; f32, f16 and q8_0 are", kv_dtype);
+  if (e->kv_type == COUNT(names))
+    return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "kv_dtype '%.20s' is not known; f32, f16 and q8_0 are", kv_dtype);
   for (uint32_t i = 0; i < e->n_streams; i++) {
     ds4_stream *st = &e->stream[i];
     for (uint32_t p = 0; p < st->layout.n_parts; p++)
@@ -310,13 +327,15 @@ static uint64_t pool_bytes_for(const ds4_engine *e, uint64_t tokens) {
   for (uint32_t i = 0; i < e->n_streams; i++) {
     const ds4_stream *st = &e->stream[i];
     uint64_t window = ds4_pages_of(st, (uint64_t)st->reach + e->reach_slack + DS4_CHUNK_DEFAULT) + 2;
-    uint64_t pages = st->reach ? (tokens + 4095) / 4096 * window : (tokens / st->stride + st->layout.page_rows - 1) / st->layout.page_rows + 1;
+    uint64_t pages =
+        st->reach ? (tokens + 4095) / 4096 * window : (tokens / st->stride + st->layout.page_rows - 1) / st->layout.page_rows + 1;
     bytes += pages * st->layout.page_bytes;
   }
   return bytes;
 }
 
-int ds4_engine_ready(ds4_engine *e, const char *kv_dtype, uint64_t pool_tokens, uint64_t pool_bytes, const uint8_t identity[32], ds4_error *err) {
+int ds4_engine_ready(ds4_engine *e, const char *kv_dtype, uint64_t pool_tokens, uint64_t pool_bytes, const uint8_t identity[32],
+                     ds4_error *err) {
   int status = declare(e, err);
   if (status) return status;
   if (e->phase != DS4_DECLARED) return ds4_fail(err, DS4_EINVAL, 0, 0, "the engine is ready already, or its set-up failed");
@@ -327,7 +346,8 @@ int ds4_engine_ready(ds4_engine *e, const char *kv_dtype, uint64_t pool_tokens, 
   if (missing) return ds4_fail(err, DS4_EINVAL, missing, 0, "%u tensors are missing, the first is %s", missing, first);
   e->phase = DS4_BROKEN;
   if ((status = layouts_init(e, kv_dtype, err))) return status;
-  if (pool_tokens > 1ull << 32 || pool_bytes > 1ull << 50) return ds4_fail(err, DS4_EINVAL, (int64_t)pool_tokens, (int64_t)pool_bytes, "the pool is larger than memory can be");
+  if (pool_tokens > 1ull << 32 || pool_bytes > 1ull << 50)
+    return ds4_fail(err, DS4_EINVAL, (int64_t)pool_tokens, (int64_t)pool_bytes, "the pool is larger than memory can be");
   e->pool.budget = pool_bytes ? pool_bytes : pool_tokens ? pool_bytes_for(e, pool_tokens) : ds4_usable_memory() / 2;
   if ((status = e->arch->bind(e, err))) return status;
   memcpy(e->identity, identity, sizeof e->identity);
@@ -343,7 +363,8 @@ int ds4_buffers_grow(ds4_engine *e, uint32_t tokens, uint32_t head_rows, ds4_err
     bool ok = e->ids != NULL;
     e->buffer_tokens = tokens;
     for (uint32_t i = 0; ok && i < e->n_buffers; i++)
-      ok = !ds4_fault_hit(&e->faults, DS4_FAULT_ALLOC) && (e->buffer[i] = e->ops->mem_alloc(e->backend, (uint64_t)e->buffer_width[i] * tokens * sizeof(float)));
+      ok = !ds4_fault_hit(&e->faults, DS4_FAULT_ALLOC) &&
+           (e->buffer[i] = e->ops->mem_alloc(e->backend, (uint64_t)e->buffer_width[i] * tokens * sizeof(float)));
     if (!ok) {
       buffers_free(e);
       return ds4_fail(err, DS4_ENOMEM, tokens, 0, "the system refused memory for a chunk of %u tokens; use a smaller chunk", tokens);
@@ -373,7 +394,8 @@ int ds4_rope_grow(ds4_engine *e, uint32_t positions, ds4_error *err) {
   uint64_t half = e->rope_half, old = (uint64_t)e->rope_positions * half * 2, all = (uint64_t)grown * half * 2;
   float *host = malloc((all - old) * sizeof *host);
   float *table = ds4_fault_hit(&e->faults, DS4_FAULT_ALLOC) ? NULL : e->ops->mem_alloc(e->backend, all * sizeof *table);
-  int status = host && table ? DS4_OK : ds4_fail(err, DS4_ENOMEM, grown, 0, "the system refused memory for the RoPE table of %u positions", grown);
+  int status =
+      host && table ? DS4_OK : ds4_fail(err, DS4_ENOMEM, grown, 0, "the system refused memory for the RoPE table of %u positions", grown);
   for (uint64_t p = e->rope_positions; !status && p < grown; p++)
     for (uint64_t i = 0; i < half; i++) {
       float *cs = host + ((p - e->rope_positions) * half + i) * 2;

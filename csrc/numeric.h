@@ -33,7 +33,8 @@ static inline uint16_t ds4_to_f16(float x) {
   uint32_t u = ds4_bits(x), sign = u >> 16 & 0x8000u, a = u & 0x7fffffffu;
   if (a > 0x7f800000u) return (uint16_t)(sign | 0x7e00u | (a >> 13 & 0x1ffu));
   if (a >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
-  if (a < 0x38800000u) return (uint16_t)(sign | (ds4_bits(ds4_float(a) + 0.5f) - 0x3f000000u)); /* adding 0.5 rounds at the last subnormal bit */
+  if (a < 0x38800000u)
+    return (uint16_t)(sign | (ds4_bits(ds4_float(a) + 0.5f) - 0x3f000000u)); /* adding 0.5 rounds at the last subnormal bit */
   return (uint16_t)(sign | (a - 0x38000000u + 0xfffu + (a >> 13 & 1u)) >> 13);
 }
 

@@ -18,7 +18,8 @@
 
 int ds4_enter(ds4_engine *e, ds4_error *err) {
   if (getpid() != e->pid)
-    return ds4_fail(err, DS4_EFORKED, 0, 0, "this engine belongs to the parent process and its threads are not here: create the engine after the fork");
+    return ds4_fail(err, DS4_EFORKED, 0, 0,
+                    "this engine belongs to the parent process and its threads are not here: create the engine after the fork");
   pthread_mutex_lock(&e->lock);
   return DS4_OK;
 }
@@ -27,9 +28,11 @@ void ds4_leave(ds4_engine *e) { pthread_mutex_unlock(&e->lock); }
 
 int ds4_kv_legal(const ds4_session *s, ds4_error *err) {
   if (s->busy)
-    return ds4_fail(err, DS4_EBUSY, 0, 0, "another call is working on this session; wait for it, cancel it, or fork the session before the call starts");
+    return ds4_fail(err, DS4_EBUSY, 0, 0,
+                    "another call is working on this session; wait for it, cancel it, or fork the session before the call starts");
   if (s->poisoned)
-    return ds4_fail(err, DS4_EPOISONED, 0, 0, "a device failed under this session: clear it, sync it (which starts from nothing) or close it");
+    return ds4_fail(err, DS4_EPOISONED, 0, 0,
+                    "a device failed under this session: clear it, sync it (which starts from nothing) or close it");
   return DS4_OK;
 }
 
@@ -53,7 +56,7 @@ typedef struct job {
   int32_t want;
   bool again; /* evaluates the last token once more, for its logits */
   float *out;
-  ds4_logits *logits; /* of the last token, until the commit */
+  ds4_logits *logits;              /* of the last token, until the commit */
   uint8_t *saved[DS4_MAX_STREAMS]; /* again: the pages of the row that is written, as they were */
 } job;
 
@@ -96,10 +99,12 @@ int ds4_op(ds4_run *r) {
 
 static int call_failed(int status, ds4_error *err) {
   if (status == DS4_EBUSY)
-    return ds4_fail(err, status, 0, 0, "a progress callback cannot compute on the engine that calls it; do that when the call has returned");
+    return ds4_fail(err, status, 0, 0,
+                    "a progress callback cannot compute on the engine that calls it; do that when the call has returned");
   if (status == DS4_ECANCELLED) return ds4_fail(err, status, 0, 0, "cancelled; the session stands at the last whole chunk");
   if (status == DS4_EDEVICE)
-    return ds4_fail(err, status, 0, 0, "the device failed and the rows of this call can no longer be trusted: clear, sync or close the session");
+    return ds4_fail(err, status, 0, 0,
+                    "the device failed and the rows of this call can no longer be trusted: clear, sync or close the session");
   if (status == DS4_EFAILED) return ds4_fail(err, status, 0, 0, "a kernel failed; the session stands at the last whole chunk, try again");
   return status;
 }
@@ -123,7 +128,8 @@ static int turn_begin(call *c, ds4_waiter *me) {
     int stop = call_poll(c);
     pthread_mutex_lock(&e->lock);
     if (!stop) continue;
-    for (at = &e->queue; *at != me; at = &(*at)->next) {}
+    for (at = &e->queue; *at != me; at = &(*at)->next) {
+    }
     *at = me->next;
     pthread_cond_broadcast(&e->turn);
     return DS4_ECANCELLED;
@@ -307,8 +313,10 @@ static int round_run(call *c, ds4_error *err) {
     if (!status) status = waited;
     e->ops->end(e->backend);
     pthread_mutex_lock(&e->lock);
-    if (status == DS4_ENONFINITE) ds4_fail(err, status, 0, 0, "a logit is not a finite number: the weights are damaged or do not fit this architecture");
-    if (status == DS4_ENOMEM) ds4_fail(err, status, 0, 0, "the system refused memory for this round; the session stands at the last whole chunk");
+    if (status == DS4_ENONFINITE)
+      ds4_fail(err, status, 0, 0, "a logit is not a finite number: the weights are damaged or do not fit this architecture");
+    if (status == DS4_ENOMEM)
+      ds4_fail(err, status, 0, 0, "the system refused memory for this round; the session stands at the last whole chunk");
     if (!status)
       round_commit(c);
     else
@@ -384,7 +392,8 @@ static int tokens_check(const ds4_engine *e, const int32_t *tokens, uint32_t n, 
 
 static int ctx_check(const ds4_session *s, uint64_t upto, ds4_error *err) {
   if (upto <= s->ctx) return DS4_OK;
-  return ds4_fail(err, DS4_ECTX, (int64_t)upto, s->ctx, "%llu positions are wanted, but the session's ctx is %u; truncate, compact, or open one with a larger ctx",
+  return ds4_fail(err, DS4_ECTX, (int64_t)upto, s->ctx,
+                  "%llu positions are wanted, but the session's ctx is %u; truncate, compact, or open one with a larger ctx",
                   (unsigned long long)upto, s->ctx);
 }
 
@@ -417,11 +426,13 @@ static int segment_check(const ds4_engine *e, const ds4_segment *g, uint32_t i, 
   if (g->want < DS4_WANT_NONE || g->want > DS4_WANT_SCORE || (g->n && !g->tokens) || (g->n && g->want >= DS4_WANT_ALL && !g->out))
     return ds4_fail(err, DS4_EINVAL, i, 0, "segment %u lacks tokens or an output, or wants something unknown (%d)", i, g->want);
   for (uint32_t k = 0; k < i; k++)
-    if (all[k].session == g->session) return ds4_fail(err, DS4_EINVAL, i, k, "segments %u and %u are of one session; join their tokens", k, i);
+    if (all[k].session == g->session)
+      return ds4_fail(err, DS4_EINVAL, i, k, "segments %u and %u are of one session; join their tokens", k, i);
   uint64_t bytes = (uint64_t)g->n * e->vocab * sizeof(float);
   if (g->want == DS4_WANT_ALL && bytes > ALL_LOGITS_MAX)
-    return ds4_fail(err, DS4_EINVAL, (int64_t)bytes, (int64_t)ALL_LOGITS_MAX, "the logits of %u tokens would take %llu bytes, above 1 GB; use score, or shorter pieces",
-                    g->n, (unsigned long long)bytes);
+    return ds4_fail(err, DS4_EINVAL, (int64_t)bytes, (int64_t)ALL_LOGITS_MAX,
+                    "the logits of %u tokens would take %llu bytes, above 1 GB; use score, or shorter pieces", g->n,
+                    (unsigned long long)bytes);
   int status = tokens_check(e, g->tokens, g->n, err);
   if (!status) status = ds4_kv_legal(g->session, err);
   if (!status) status = ctx_check(g->session, (uint64_t)g->session->pos + g->n, err);
@@ -446,8 +457,8 @@ static int score_first(ds4_segment *g, ds4_progress progress, void *user, ds4_er
 }
 
 /* Counts what must be released once the lock is gone. */
-static int eval_locked(ds4_engine *e, ds4_segment *g, uint32_t n, job *jobs, uint32_t chunk, ds4_progress progress, void *user, uint32_t *freed,
-                       ds4_error *err) {
+static int eval_locked(ds4_engine *e, ds4_segment *g, uint32_t n, job *jobs, uint32_t chunk, ds4_progress progress, void *user,
+                       uint32_t *freed, ds4_error *err) {
   int status = DS4_OK;
   uint32_t taken = 0;
   for (uint32_t i = 0; !status && i < n; i++) status = segment_check(e, &g[i], i, g, err);
@@ -463,7 +474,9 @@ static int eval_locked(ds4_engine *e, ds4_segment *g, uint32_t n, job *jobs, uin
   for (uint32_t i = 0; !status && i < n; i++) /* a score may have used a page to get its first logits */
     status = take(g[i].session, (uint64_t)g[i].session->pos + g[i].n, c.chunk, err);
   for (uint32_t i = 0; !status && i < n; i++)
-    if (g[i].n) jobs[c.n_jobs++] = (job){.s = g[i].session, .tokens = g[i].tokens, .n = g[i].n, .from = g[i].session->pos, .want = g[i].want, .out = g[i].out};
+    if (g[i].n)
+      jobs[c.n_jobs++] =
+          (job){.s = g[i].session, .tokens = g[i].tokens, .n = g[i].n, .from = g[i].session->pos, .want = g[i].want, .out = g[i].out};
   if (!status && c.n_jobs) status = call_run(&c, err);
   for (uint32_t i = 0; i < n; i++)
     if (g[i].session && g[i].session->engine == e) g[i].pos = g[i].session->pos;
@@ -515,8 +528,8 @@ static int sync_take(ds4_session *s, uint32_t pos, uint32_t n, uint32_t chunk, d
   return ds4_kv_take(s, &need, err);
 }
 
-static int sync_locked(ds4_session *s, const int32_t *tokens, uint32_t n, uint32_t chunk, ds4_progress progress, void *user, ds4_synced *out,
-                       ds4_error *err) {
+static int sync_locked(ds4_session *s, const int32_t *tokens, uint32_t n, uint32_t chunk, ds4_progress progress, void *user,
+                       ds4_synced *out, ds4_error *err) {
   uint32_t prefix = s->poisoned ? 0 : common_prefix(s, tokens, n);
   if (prefix == n && n == s->pos && (s->logits || !n) && !s->poisoned) {
     *out = (ds4_synced){.reused = n};
@@ -609,7 +622,8 @@ int ds4_session_logits(ds4_session *s, ds4_logits **out, ds4_error *err) {
   if (status) return status;
   status = ds4_kv_legal(s, err);
   if (!status && !s->logits)
-    status = ds4_fail(err, DS4_ELOGITS, s->pos, 0, "the session holds no valid logits at position %u; evaluate a token, sync, or refresh", s->pos);
+    status = ds4_fail(err, DS4_ELOGITS, s->pos, 0, "the session holds no valid logits at position %u; evaluate a token, sync, or refresh",
+                      s->pos);
   if (!status) {
     atomic_fetch_add(&s->logits->refs, 1);
     *out = s->logits;
@@ -655,7 +669,10 @@ int ds4_session_get_info(ds4_session *s, ds4_session_info *out, ds4_error *err) 
   if (status) return status;
   *out = (ds4_session_info){.pos = s->pos,
                             .ctx = s->ctx,
-                            .state = s->busy ? DS4_BUSY : s->poisoned ? DS4_POISONED : s->pos ? DS4_LIVE : DS4_EMPTY,
+                            .state = s->busy       ? DS4_BUSY
+                                     : s->poisoned ? DS4_POISONED
+                                     : s->pos      ? DS4_LIVE
+                                                   : DS4_EMPTY,
                             .logits_valid = s->logits && !s->busy && !s->poisoned,
                             .auto_marks = s->n_auto,
                             .marks = s->n_marks,
@@ -671,7 +688,8 @@ int ds4_session_tokens(ds4_session *s, uint32_t first, uint32_t n, int32_t *out,
   int status = ds4_enter(s->engine, err);
   if (status) return status;
   if ((uint64_t)first + n > s->pos)
-    status = ds4_fail(err, DS4_EPOSITION, (int64_t)first + n, s->pos, "tokens up to %llu are wanted, the session holds %u", (unsigned long long)first + n, s->pos);
+    status = ds4_fail(err, DS4_EPOSITION, (int64_t)first + n, s->pos, "tokens up to %llu are wanted, the session holds %u",
+                      (unsigned long long)first + n, s->pos);
   for (uint32_t i = 0; !status && i < n; i++) out[i] = ds4_log_token(s, first + i);
   ds4_leave(s->engine);
   return status;
@@ -682,7 +700,8 @@ int ds4_session_rows(ds4_session *s, uint32_t stream, uint32_t first, uint32_t n
   if (stream >= e->n_streams) return ds4_fail(err, DS4_EINVAL, stream, e->n_streams, "stream %u of %u", stream, e->n_streams);
   const ds4_stream *st = &e->stream[stream];
   if (nbytes != (uint64_t)n * st->layout.row_bytes * st->layout.n_layers)
-    return ds4_fail(err, DS4_EINVAL, (int64_t)nbytes, (int64_t)(n * st->layout.row_bytes * st->layout.n_layers), "the buffer does not fit %u rows", n);
+    return ds4_fail(err, DS4_EINVAL, (int64_t)nbytes, (int64_t)(n * st->layout.row_bytes * st->layout.n_layers),
+                    "the buffer does not fit %u rows", n);
   int status = ds4_enter(e, err);
   if (status) return status;
   uint8_t *to = out;

@@ -238,9 +238,21 @@ static int read_pages(load *v, const section *c) {
   return !st->reach || marks_fit(m, i, below) ? DS4_OK : damaged(v, c->at, "the pages do not fit the marks");
 }
 
-/* Everything but the rows, with checksums. */
-static int read_lists(load *v) {
+/* Compares the checksums of all rows, or of everything else. */
+static int verify(load *v, bool rows) {
   int status = DS4_OK;
+  for (uint32_t i = 0; !status && i < v->m.n_sections; i++) {
+    const section *c = &v->m.section[i];
+    if ((c->kind == ROWS) != rows) continue;
+    section_begin(v, c);
+    status = section_end(v, c);
+  }
+  return status;
+}
+
+/* Everything but the rows. The lists are small: they are verified before a number of theirs is looked at, and again while they are. */
+static int read_lists(load *v) {
+  int status = verify(v, false);
   for (uint32_t i = 0; !status && i < v->m.n_sections; i++) {
     const section *c = &v->m.section[i];
     if (c->kind == ROWS) continue;
@@ -273,14 +285,14 @@ static int read_page(load *v, const section *c, const page_ref *ref) {
   return DS4_OK;
 }
 
-/* All rows into the pages that were taken for them; before that, only their checksums. */
-static int read_rows(load *v, bool only_verify) {
+/* All rows into the pages that were taken for them. Nobody sees them before their checksums are right. */
+static int read_rows(load *v) {
   int status = DS4_OK;
   for (uint32_t i = 0; !status && i < v->m.n_sections; i++) {
     const section *c = &v->m.section[i];
     if (c->kind != ROWS) continue;
     section_begin(v, c);
-    for (uint32_t k = 0; !status && !only_verify && k < c->count; k++) status = read_page(v, c, &v->m.line[c->stream].refs[k]);
+    for (uint32_t k = 0; !status && k < c->count; k++) status = read_page(v, c, &v->m.line[c->stream].refs[k]);
     if (!status) status = section_end(v, c);
   }
   return status;
@@ -330,7 +342,7 @@ static int take_pages(load *v) {
     if (verified && !ds4_mark_drop_automatic(e, v->s, false)) break;
     if (verified) continue;
     ds4_leave(e);
-    int status = read_rows(v, true);
+    int status = verify(v, true);
     ds4_enter(e, NULL);
     if (status) return status;
     verified = true;
@@ -395,7 +407,7 @@ int ds4_session_load(ds4_engine *e, const char *path, uint32_t ctx, ds4_session 
   if (!status) status = session_begin(&v, ctx ? ctx : v.m.ctx);
   if (!status) status = read_lists(&v);
   if (!status) status = session_pages(&v);
-  if (!status) status = read_rows(&v, false);
+  if (!status) status = read_rows(&v);
   if (status) {
     session_abandon(&v);
   } else {

@@ -191,7 +191,8 @@ static bool read_numbers(const char *path, uint64_t *a, uint64_t *b) {
 }
 
 /* Calls `see` for the file `name` of this process's control group and of all groups above it, version 2, then version 1. */
-static void cgroup_each(const char *controller, const char *v2_name, const char *v1_name, void (*see)(const char *path, void *user), void *user) {
+static void cgroup_each(const char *controller, const char *v2_name, const char *v1_name, void (*see)(const char *path, void *user),
+                        void *user) {
   FILE *f = fopen("/proc/self/cgroup", "re");
   char line[4096];
   while (f && fgets(line, sizeof line, f)) {

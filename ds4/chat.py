@@ -49,8 +49,8 @@ class Text:
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """The turn is over: `finish` is "stop", "length" or "cancelled"; of `prompt_tokens` `reused` were in the session already; `generated` tokens came
-    in `seconds`."""
+    """The turn is over: `finish` is "stop", "length" or "cancelled"; of `prompt_tokens` `reused` were in the session
+    already; `generated` tokens came in `seconds`."""
 
     finish: str
     prompt_tokens: int
@@ -70,7 +70,8 @@ class _Node:
 
 
 def default_format(engine: Engine) -> str | None:
-    """The chat format of an engine's model: by its entry in models/, else by the control tokens that its template names, else None."""
+    """The chat format of an engine's model: by its entry in models/, else by the control tokens that its template
+    names, else None."""
     model = models.describe(engine.model)
     if model is not None and model.chat_format:
         return model.chat_format
@@ -78,12 +79,15 @@ def default_format(engine: Engine) -> str | None:
 
 
 class Chat:
-    """A conversation: messages, the session that holds them, and the ways back. A context manager; closing it closes its session.
+    """A conversation: messages, the session that holds them, and the ways back. A context manager; closing it closes
+    its session.
 
-    `ctx` as for `Engine.session`; `system`: the system prompt; `chat_format`: a name of `ds4.chat_formats`, default the model's own; `sampling`: default
-    the model's own, else greedy; `max_tokens`: most tokens of an answer. Everything is kept in memory.
+    `ctx` as for `Engine.session`; `system`: the system prompt; `chat_format`: a name of `ds4.chat_formats`, default
+    the model's own; `sampling`: default the model's own, else greedy; `max_tokens`: most tokens of an answer.
+    Everything is kept in memory.
 
-    Raises ArgumentError (no chat format is known for the model: the text lists the names), UnsupportedError, ContextFull.
+    Raises ArgumentError (no chat format is known for the model: the text lists the names), UnsupportedError,
+    ContextFull.
     """
 
     def __init__(
@@ -101,7 +105,9 @@ class Chat:
         name = chat_format or default_format(engine)
         if name is None:
             known = ", ".join(chat_formats.names())
-            raise ArgumentError(f"{engine.model} does not say how messages are written; give chat_format=, one of: {known}.")
+            raise ArgumentError(
+                f"{engine.model} does not say how messages are written; give chat_format=, one of: {known}."
+            )
         model = models.describe(engine.model)
         self.engine = engine
         self.format: ChatFormat = chat_formats.get(name, engine.tokenizer)
@@ -123,12 +129,15 @@ class Chat:
         return "".join(event.text for event in self.send(text) if isinstance(event, Text))
 
     def send(self, text: str) -> Generator[Event, None, None]:
-        """The events of a turn. Nothing happens until the first one is read; closing it early cancels, and the turn is kept as it was cut. Raises ContextFull
-        when the message does not fit: the conversation is then as it was."""
-        yield from self._turn(_Node("user", tuple(self.format.render(Message("user", text), self._last_role()))), self.sampling)
+        """The events of a turn. Nothing happens until the first one is read; closing it early cancels, and the turn
+        is kept as it was cut. Raises ContextFull when the message does not fit: the conversation is then as it was."""
+        yield from self._turn(
+            _Node("user", tuple(self.format.render(Message("user", text), self._last_role()))), self.sampling
+        )
 
     def retry(self, seed: int | None = None) -> Generator[Event, None, None]:
-        """The last answer again, with another seed. A greedy conversation is sampled at temperature 0.8 for this turn."""
+        """The last answer again, with another seed. A greedy conversation is sampled at temperature 0.8 for this
+        turn."""
         users = [i for i, node in enumerate(self._nodes) if node.role == "user"]
         if not users:
             raise ArgumentError("there is no answer to try again; ask something first.")
@@ -160,7 +169,9 @@ class Chat:
     def __enter__(self) -> Chat:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     # ---- one turn
@@ -175,8 +186,8 @@ class Chat:
         """Raises ContextFull unless the tokens and one more fit."""
         if len(tokens) >= self.session.ctx:
             error = ContextFull(
-                f"the conversation with this message has {len(tokens)} tokens and needs one more to answer, but ctx is {self.session.ctx}; shorten it, "
-                "undo a turn, or use a larger ctx."
+                f"the conversation with this message has {len(tokens)} tokens and needs one more to answer, but ctx is "
+                f"{self.session.ctx}; shorten it, undo a turn, or use a larger ctx."
             )
             error.wanted, error.ctx = len(tokens) + 1, self.session.ctx
             raise error
@@ -201,7 +212,8 @@ class Chat:
         yield TurnEnd(finish, len(prompt), reused, len(answer), time.perf_counter() - start)
 
     def _prefill(self, before: list[int], prompt: list[int]) -> Generator[Event, None, int]:
-        """Brings the session to `prompt`; automatic marks stand where the system prompt and the turns end. Returns how many tokens were reused."""
+        """Brings the session to `prompt`; automatic marks stand where the system prompt and the turns end. Returns
+        how many tokens were reused."""
         held = _common(self.session.tokens, prompt)
         edges = {len(before), len(self._nodes[0].ids) if self._nodes[0].role == "system" else 0}
         evaluated, at = 0, held
@@ -216,7 +228,11 @@ class Chat:
 
     def _generate(self, sampling: Sampling, answer: list[int]) -> Generator[Event, None, str]:
         """Streams the answer; `answer` grows with every token that is in the session."""
-        thinking = {boundary.id: "</" not in boundary.text for boundary in self.format.boundaries if boundary.kind == "think" and boundary.id is not None}
+        thinking = {
+            boundary.id: "</" not in boundary.text
+            for boundary in self.format.boundaries
+            if boundary.kind == "think" and boundary.id is not None
+        }
         inside = False
         start = self.session.pos
         finish = "cancelled"

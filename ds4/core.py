@@ -1,4 +1,5 @@
-"""The C core as Python sees it: `ffi`, `lib`, `check`, and the way a progress callback and Ctrl-C reach a call that sits in C.
+"""The C core as Python sees it: `ffi`, `lib`, `check`, and the way a progress callback and Ctrl-C reach a call that
+sits in C.
 
 DS4_CORE=test selects the test build (failure injection, NaN poisoning, toy streams), for the test suite.
 """
@@ -61,8 +62,8 @@ def check(status: int, err: Any) -> None:
 class Progress:
     """Hands `callback(done, total)` to one call of the core and brings back what it raised, Ctrl-C included.
 
-    The core calls at least every 50 ms, also without a callback: that is when Python can deliver a signal. An exception cancels the call and is raised
-    again by `done`.
+    The core calls at least every 50 ms, also without a callback: that is when Python can deliver a signal. An
+    exception cancels the call and is raised again by `done`.
     """
 
     def __init__(self, callback: Callable[[int, int], Any] | None) -> None:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 import weakref
@@ -73,12 +74,15 @@ class _Closing:
     def __enter__(self) -> Any:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
 class _Handle:
-    """A pointer of the core with its free function, called when the last user lets go: a call in another thread keeps the pointer until it returns."""
+    """A pointer of the core with its free function, called when the last user lets go: a call in another thread keeps
+    the pointer until it returns."""
 
     def __init__(self, pointer: Any, free: Any, what: str) -> None:
         self._pointer, self._what = ffi.gc(pointer, free), what
@@ -121,10 +125,11 @@ class StreamInfo:
 class Engine(_Closing):
     """A loaded model on one backend, and the page pool that its sessions share. A context manager.
 
-    `model`: a name of `ds4 models`, a .gguf file, or a folder with safetensors and config.json. `backend`: "cpu", or "ref" (plain C, slow, the
-    oracle). `threads`: default all CPUs that this process may use. `kv_dtype`: "f32", "f16" or "q8_0". The pool: `pool_bytes`, or room for
-    `pool_tokens` tokens, or half of the memory this process may use. `reach_slack`: positions behind a window that stay exact. `progress(done,
-    total)`: bytes of weights loaded. `test_options`: settings that only a test build of the core knows.
+    `model`: a name of `ds4 models`, a .gguf file, or a folder with safetensors and config.json. `backend`: "cpu", or
+    "ref" (plain C, slow, the oracle). `threads`: default all CPUs that this process may use. `kv_dtype`: "f32", "f16"
+    or "q8_0". The pool: `pool_bytes`, or room for `pool_tokens` tokens, or half of the memory this process may use.
+    `reach_slack`: positions behind a window that stay exact. `progress(done, total)`: bytes of weights loaded.
+    `test_options`: settings that only a test build of the core knows.
 
     Raises ArgumentError, FileFormatError, UnsupportedError (by name), SystemResourceError.
     """
@@ -152,14 +157,17 @@ class Engine(_Closing):
             self.spec = families.model_spec(self.checkpoint)
             self.tokenizer = tokenizers.load(self.checkpoint)
             err, out = ffi.new("ds4_error *"), ffi.new("ds4_engine **")
-            check(lib.ds4_engine_new(self.spec.arch.encode(), backend.encode(), _count("threads", threads), out, err), err)
+            check(
+                lib.ds4_engine_new(self.spec.arch.encode(), backend.encode(), _count("threads", threads), out, err), err
+            )
             self._handle = _Handle(out[0], lib.ds4_engine_free, "engine")
             settings = {**self.spec.config, "reach_slack": [float(reach_slack)]}
             settings |= {key: [float(value)] for key, value in (test_options or {}).items()}
             for key, values in settings.items():
                 check(lib.ds4_engine_set(self._handle(), key.encode(), values, len(values), err), err)
             self._load(progress)
-            identity = self.checkpoint.fingerprint(self.spec)
+            words = self.tokenizer.fingerprint() if self.tokenizer is not None else b""
+            identity = hashlib.sha256(self.checkpoint.fingerprint(self.spec) + words).digest()
             pool = (_count("pool_tokens", pool_tokens), 0 if pool_bytes is None else int(pool_bytes))
             check(lib.ds4_engine_ready(self._handle(), kv_dtype.encode(), *pool, identity, err), err)
         except BaseException:
@@ -172,7 +180,9 @@ class Engine(_Closing):
         self.vocab, self.ctx, self.page_rows, self.threads = info.vocab, info.ctx, info.page_rows, info.threads
         self.token_bytes, self.mark_bytes, self.weight_bytes = info.token_bytes, info.mark_bytes, info.weight_bytes
         self.pool_bytes, self.numerics, self.reach_slack = info.pool_bytes, info.numerics, info.reach_slack
-        self.backend, self.isa, self.kv_dtype = (ffi.string(t).decode() for t in (info.backend, info.isa, info.kv_dtype))
+        self.backend, self.isa, self.kv_dtype = (
+            ffi.string(t).decode() for t in (info.backend, info.isa, info.kv_dtype)
+        )
         self.arch = self.spec.arch
 
     def _load(self, progress: ProgressCallback | None) -> None:
@@ -182,11 +192,19 @@ class Engine(_Closing):
         self._borrowed: list[Any] = []  # bytes that the backend goes on reading; they keep the mapping
         for name, tensor in self.spec.tensors:
             if tensor.format not in _FORMATS:
-                raise UnsupportedError(f"{self.checkpoint.path}: tensor {name} is {tensor.format}; this version computes with {', '.join(_FORMATS)}.")
+                raise UnsupportedError(
+                    f"{self.checkpoint.path}: tensor {name} is {tensor.format}; this version computes with "
+                    f"{', '.join(_FORMATS)}."
+                )
             rows, cols = tensor.shape if len(tensor.shape) == 2 else (1, tensor.shape[0])
             data = ffi.from_buffer(tensor.data)
             self._borrowed.append(data)
-            check(lib.ds4_engine_tensor(self._handle(), name.encode(), _FORMATS[tensor.format], rows, cols, data, len(tensor.data), err), err)
+            check(
+                lib.ds4_engine_tensor(
+                    self._handle(), name.encode(), _FORMATS[tensor.format], rows, cols, data, len(tensor.data), err
+                ),
+                err,
+            )
             after = self._own_weights()
             if after > before:
                 self.checkpoint.forget(tensor)
@@ -207,12 +225,14 @@ class Engine(_Closing):
         found: list[StreamInfo] = []
         while lib.ds4_engine_stream(self._handle(), len(found), info, err) == lib.DS4_OK:
             sizes = (info.page_rows, info.row_bytes, info.page_bytes)
-            found.append(StreamInfo(ffi.string(info.name).decode(), info.n_layers, info.stride, info.reach or None, *sizes))
+            found.append(
+                StreamInfo(ffi.string(info.name).decode(), info.n_layers, info.stride, info.reach or None, *sizes)
+            )
         return found
 
     def ledger(self) -> dict[str, int]:
-        """Counts of the pool (K7): pages, references, bytes, sessions, marks, logits. All but bytes_system (freed pages may keep their memory)
-        return to their start when everything is closed."""
+        """Counts of the pool (K7): pages, references, bytes, sessions, marks, logits. All but bytes_system (freed
+        pages may keep their memory) return to their start when everything is closed."""
         led, err = ffi.new("ds4_ledger *"), ffi.new("ds4_error *")
         check(lib.ds4_engine_ledger(self._handle(), led, err), err)
         return {name: int(getattr(led, name)) for name, _ in ffi.typeof("ds4_ledger").fields}
@@ -224,8 +244,8 @@ class Engine(_Closing):
         return Session(self, out[0])
 
     def load(self, path: str | os.PathLike[str], ctx: int | None = None) -> Session:
-        """A new session from a snapshot. Raises SnapshotError (damaged), IdentityError (another model, option, KV dtype or numerics number),
-        PoolFull, ContextFull, SystemResourceError; nothing live changes then."""
+        """A new session from a snapshot. Raises SnapshotError (damaged), IdentityError (another model, option, KV
+        dtype or numerics number), PoolFull, ContextFull, SystemResourceError; nothing live changes then."""
         err, out = ffi.new("ds4_error *"), ffi.new("ds4_session **")
         check(lib.ds4_session_load(self._handle(), os.fsencode(path), _count("ctx", ctx), out, err), err)
         return Session(self, out[0])
@@ -237,13 +257,14 @@ class Engine(_Closing):
         chunk: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> None:
-        """Appends tokens to many sessions in one pass over the weights; each ends with the logits of its last token. The bits are those of separate
-        evals. An error carries `positions`: where each session stands."""
+        """Appends tokens to many sessions in one pass over the weights; each ends with the logits of its last token.
+        The bits are those of separate evals. An error carries `positions`: where each session stands."""
         parts = [(session, _token_array(tokens)) for session, tokens in segments]
         _eval(self, [_Segment(session, tokens, lib.DS4_WANT_LAST, None) for session, tokens in parts], chunk, progress)
 
     def fault(self, kind: Literal["alloc", "read", "write", "kernel", "device"], k: int) -> int:
-        """Test builds: the k-th operation of this kind from now fails once (0 = off). Returns how many were seen since the last call."""
+        """Test builds: the k-th operation of this kind from now fails once (0 = off). Returns how many were seen
+        since the last call."""
         if not lib.ds4_test_build():
             raise UnsupportedError("failure injection needs a test build of the core: DS4_BUILD_TEST=1, DS4_CORE=test.")
         return int(lib.ds4_engine_fault(self._handle(), getattr(lib, f"DS4_FAULT_{kind.upper()}"), k))
@@ -280,7 +301,9 @@ def _eval(engine: Engine, segments: Sequence[_Segment], chunk: int | None, progr
             to.out = keep[-1]
     state = Progress(progress)
     try:
-        status = lib.ds4_eval(engine._handle(), array, len(segments), _count("chunk", chunk), lib.ds4_py_progress, state.handle, err)
+        status = lib.ds4_eval(
+            engine._handle(), array, len(segments), _count("chunk", chunk), lib.ds4_py_progress, state.handle, err
+        )
         state.done()
         check(status, err)
     except BaseException as error:
@@ -339,7 +362,10 @@ class Session(_Closing):
         """A copy of the token log."""
         err, n = ffi.new("ds4_error *"), self.pos
         out = np.empty(n, np.int32)
-        check(lib.ds4_session_tokens(self._handle(), 0, n, ffi.from_buffer("int32_t[]", out, require_writable=True), err), err)
+        check(
+            lib.ds4_session_tokens(self._handle(), 0, n, ffi.from_buffer("int32_t[]", out, require_writable=True), err),
+            err,
+        )
         return out.tolist()
 
     @property
@@ -349,7 +375,8 @@ class Session(_Closing):
 
     @property
     def logits(self) -> npt.NDArray[np.float32]:
-        """The logits of the last token, float32 [vocab], read-only; the array stays as it is whatever the session does. Raises NoLogits (K5)."""
+        """The logits of the last token, float32 [vocab], read-only; the array stays as it is whatever the session
+        does. Raises NoLogits (K5)."""
         err, out = ffi.new("ds4_error *"), ffi.new("ds4_logits **")
         check(lib.ds4_session_logits(self._handle(), out, err), err)
         held = out[0]
@@ -366,11 +393,12 @@ class Session(_Closing):
         chunk: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> npt.NDArray[np.float32] | None:
-        """Appends tokens and computes their rows. `logits`: "last" (then `s.logits`), "all" (also returns float32 [n, vocab]; refused above 1 GB), or
-        None. `chunk`: tokens computed together, default 512; the bits do not depend on it. `progress(done, total)` is called at least every 50 ms.
+        """Appends tokens and computes their rows. `logits`: "last" (then `s.logits`), "all" (also returns float32 [n,
+        vocab]; refused above 1 GB), or None. `chunk`: tokens computed together, default 512; the bits do not depend
+        on it. `progress(done, total)` is called at least every 50 ms.
 
-        Raises ArgumentError, ContextFull, PoolFull, Busy, Poisoned before anything is computed; Cancelled and ComputeError leave the session at the
-        last whole chunk (`error.pos`).
+        Raises ArgumentError, ContextFull, PoolFull, Busy, Poisoned before anything is computed; Cancelled and
+        ComputeError leave the session at the last whole chunk (`error.pos`).
         """
         wants = {None: lib.DS4_WANT_NONE, "last": lib.DS4_WANT_LAST, "all": lib.DS4_WANT_ALL}
         if logits not in wants:
@@ -379,15 +407,19 @@ class Session(_Closing):
         if logits == "all":
             if len(array) * self.engine.vocab * 4 > 1 << 30:
                 raise ArgumentError(
-                    f"the logits of {len(array)} tokens would take {len(array) * self.engine.vocab * 4} bytes, above 1 GB; use score, or shorter pieces."
+                    f"the logits of {len(array)} tokens would take {len(array) * self.engine.vocab * 4} bytes, above "
+                    "1 GB; use score, or shorter pieces."
                 )
             out = np.empty((len(array), self.engine.vocab), np.float32)
         _eval(self.engine, [_Segment(self, array, wants[logits], out)], chunk, progress)
         return out
 
-    def score(self, tokens: Tokens, *, chunk: int | None = None, progress: ProgressCallback | None = None) -> npt.NDArray[np.float32]:
-        """Appends tokens and returns the log-probability of each, given all before it: float32 [n]. [n, vocab] is never in memory. Into an empty session a
-        model that wants BOS gets it first; without one the first token has nothing before it and its value is 0.
+    def score(
+        self, tokens: Tokens, *, chunk: int | None = None, progress: ProgressCallback | None = None
+    ) -> npt.NDArray[np.float32]:
+        """Appends tokens and returns the log-probability of each, given all before it: float32 [n]. [n, vocab] is
+        never in memory. Into an empty session a model that wants BOS gets it first; without one the first token has
+        nothing before it and its value is 0.
 
         Raises like `eval`, and NonFiniteError when a log-probability is not a finite number.
         """
@@ -400,8 +432,8 @@ class Session(_Closing):
         return out
 
     def sync(self, tokens: Tokens, *, chunk: int | None = None, progress: ProgressCallback | None = None) -> Synced:
-        """Makes the session hold exactly these tokens: keeps the longest exact prefix and evaluates the rest (K3). Logits are valid afterwards. Raises like
-        `eval`."""
+        """Makes the session hold exactly these tokens: keeps the longest exact prefix and evaluates the rest (K3).
+        Logits are valid afterwards. Raises like `eval`."""
         array, start = _token_array(tokens), time.perf_counter()
         err, out, state = ffi.new("ds4_error *"), ffi.new("ds4_synced *"), Progress(progress)
         data = ffi.from_buffer("int32_t[]", array)
@@ -441,19 +473,21 @@ class Session(_Closing):
         lib.ds4_session_cancel(self._handle())
 
     def truncate(self, pos: int) -> None:
-        """Cuts the session back to `pos`, 0 <= pos <= s.pos; afterwards it equals one that never saw the rest (K2). Raises PositionError, InexactError (K3);
-        nothing has changed then."""
+        """Cuts the session back to `pos`, 0 <= pos <= s.pos; afterwards it equals one that never saw the rest (K2).
+        Raises PositionError, InexactError (K3); nothing has changed then."""
         err = ffi.new("ds4_error *")
         check(lib.ds4_session_truncate(self._handle(), _position(pos), err), err)
 
     def nearest_exact(self, pos: int) -> int:
-        """The largest q <= pos that truncate and fork accept: pos itself when it is exact, 0 always. Raises PositionError outside 0..s.pos."""
+        """The largest q <= pos that truncate and fork accept: pos itself when it is exact, 0 always. Raises
+        PositionError outside 0..s.pos."""
         err, out = ffi.new("ds4_error *"), ffi.new("uint32_t *")
         check(lib.ds4_session_nearest_exact(self._handle(), _position(pos), out, err), err)
         return int(out[0])
 
     def fork(self, pos: int | None = None) -> Session:
-        """A new session that shares this one's pages up to `pos` (default: all, with the logits), copy on write. Raises like `truncate`."""
+        """A new session that shares this one's pages up to `pos` (default: all, with the logits), copy on write.
+        Raises like `truncate`."""
         err, out = ffi.new("ds4_error *"), ffi.new("ds4_session **")
         target = -1 if pos is None else _position(pos)
         if pos is not None and target < 0:
@@ -468,18 +502,20 @@ class Session(_Closing):
         return Mark(self, out[0])
 
     def mark_auto(self, *, pinned: bool = False) -> None:
-        """Sets an automatic mark here, which goes when room is short; a pinned one (the end of a system prompt) goes last."""
+        """Sets an automatic mark here, which goes when room is short; a pinned one (the end of a system prompt) goes
+        last."""
         err = ffi.new("ds4_error *")
         check(lib.ds4_session_mark_auto(self._handle(), pinned, err), err)
 
     def rollback(self, mark: Mark) -> None:
-        """Returns to a mark of this session, with the logits it had. Raises MarkError when it is dead; nothing has changed then."""
+        """Returns to a mark of this session, with the logits it had. Raises MarkError when it is dead; nothing has
+        changed then."""
         err = ffi.new("ds4_error *")
         check(lib.ds4_session_rollback(self._handle(), mark._handle(), err), err)
 
     def reserve(self, tokens: int) -> None:
-        """Sets pages aside so that `tokens` more positions cannot run out of them, also after truncate and rollback; 0 gives them back. Raises PoolFull,
-        ContextFull."""
+        """Sets pages aside so that `tokens` more positions cannot run out of them, also after truncate and rollback;
+        0 gives them back. Raises PoolFull, ContextFull."""
         err = ffi.new("ds4_error *")
         check(lib.ds4_session_reserve(self._handle(), _count("tokens", tokens) if tokens else 0, err), err)
 
@@ -489,20 +525,28 @@ class Session(_Closing):
         check(lib.ds4_session_clear(self._handle(), err), err)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the session to one file, durably: after it the file is the complete new snapshot, after an error the old file is untouched (K9)."""
+        """Writes the session to one file, durably: after it the file is the complete new snapshot, after an error the
+        old file is untouched (K9)."""
         err = ffi.new("ds4_error *")
         check(lib.ds4_session_save(self._handle(), os.fsencode(path), err), err)
 
     def rows(self, stream: int, first: int, n: int) -> bytes:
-        """The rows [first, first + n) of one stream as they are stored, in the order layer, row, part, head. For tests and snapshots."""
+        """The rows [first, first + n) of one stream as they are stored, in the order layer, row, part, head. For
+        tests and snapshots."""
         err = ffi.new("ds4_error *")
         info = self.engine.streams[stream]
         out = bytearray(n * info.row_bytes)
-        check(lib.ds4_session_rows(self._handle(), stream, first, n, ffi.from_buffer(out, require_writable=True), len(out), err), err)
+        check(
+            lib.ds4_session_rows(
+                self._handle(), stream, first, n, ffi.from_buffer(out, require_writable=True), len(out), err
+            ),
+            err,
+        )
         return bytes(out)
 
     def check(self) -> None:
-        """Recomputes everything that the session and the pool claim about themselves; raises ArgumentError naming what does not hold."""
+        """Recomputes everything that the session and the pool claim about themselves; raises ArgumentError naming
+        what does not hold."""
         err = ffi.new("ds4_error *")
         check(lib.ds4_session_check(self._handle(), err), err)
 
@@ -523,7 +567,9 @@ class _PositionOnError:
     def __enter__(self) -> None:
         pass
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if isinstance(error, Ds4Error) and self.session._handle.open:
             error.pos = self.session.pos
 

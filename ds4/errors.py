@@ -1,6 +1,7 @@
 """The errors of ds4: one class per cause, each a sentence that says what to do next.
 
-All derive from `Ds4Error`; those that are also wrong arguments derive from `ValueError` too, so that plain Python code catches them as usual.
+All derive from `Ds4Error`; those that are also wrong arguments derive from `ValueError` too, so that plain Python
+code catches them as usual.
 """
 
 from __future__ import annotations

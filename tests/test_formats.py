@@ -23,7 +23,9 @@ def random_weights(name: str, rows: int, cols: int, seed: int = 0) -> np.ndarray
     """Bytes of a tensor [rows, bytes of a row] whose blocks hold every bit pattern that a finite weight can have."""
     rng = np.random.default_rng(seed)
     if name not in QUANTISED:
-        return gguf.quants.quantize(rng.standard_normal((rows, cols)).astype(np.float32), FORMATS[name][1]).view(np.uint8)
+        return gguf.quants.quantize(rng.standard_normal((rows, cols)).astype(np.float32), FORMATS[name][1]).view(
+            np.uint8
+        )
     size = gguf.GGML_QUANT_SIZES[FORMATS[name][1]][1]
     blocks = rng.integers(0, 256, (rows, cols // 32, size), dtype=np.uint8)
     scales = rng.standard_normal((rows, cols // 32, 2)).astype(np.float16) / 64
@@ -43,7 +45,13 @@ def test_dequantisation_equals_the_gguf_library(name: str) -> None:
     out, err = np.empty((64, 256), np.float32), ffi.new("ds4_error *")
     raw = np.ascontiguousarray(data)
     status = lib.ds4_format_dequant(
-        FORMATS[name][0], ffi.from_buffer(raw), raw.nbytes, 64, 256, ffi.from_buffer("float[]", out, require_writable=True), err
+        FORMATS[name][0],
+        ffi.from_buffer(raw),
+        raw.nbytes,
+        64,
+        256,
+        ffi.from_buffer("float[]", out, require_writable=True),
+        err,
     )
     check(status, err)
     assert out.tobytes() == dequantised(name, data).reshape(64, 256).tobytes()
@@ -60,22 +68,34 @@ def test_sizes_are_checked() -> None:
 
 
 def engine(name: str, head: np.ndarray, embed: np.ndarray, backend: str):
-    """A Llama of one layer that does nothing: its logits are the products of the rows of `head` with the normed embedding."""
+    """A Llama of one layer that does nothing: its logits are `head` times the normed embedding."""
     err, out = ffi.new("ds4_error *"), ffi.new("ds4_engine **")
     check(lib.ds4_engine_new(b"llama", backend.encode(), 2, out, err), err)
     handle = ffi.gc(out[0], lib.ds4_engine_free)
-    settings = dict(n_layers=1, vocab=VOCAB, ctx=64, dim=DIM, n_heads=2, n_kv_heads=1, head_dim=8, ffn_dim=32, norm_eps=1e-5)
-    for key, value in {**settings, "rope_base": 10000, "rope_interleaved": 0}.items():
+    settings = {"n_layers": 1, "vocab": VOCAB, "ctx": 64, "dim": DIM, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8}
+    settings |= {"ffn_dim": 32, "norm_eps": 1e-5, "rope_base": 10000, "rope_interleaved": 0}
+    for key, value in settings.items():
         check(lib.ds4_engine_set(handle, key.encode(), [value], 1, err), err)
-    zeros = {"q": (16, DIM), "k": (8, DIM), "v": (8, DIM), "o": (DIM, 16), "gate": (32, DIM), "up": (32, DIM), "down": (DIM, 32)}
+    zeros = {"q": (16, DIM), "k": (8, DIM), "v": (8, DIM), "o": (DIM, 16)}
+    zeros |= {"gate": (32, DIM), "up": (32, DIM), "down": (DIM, 32)}
     tensors = {f"layers.0.{key}": np.zeros(shape, np.float32) for key, shape in zeros.items()}
     tensors |= {key: np.ones((1, DIM), np.float32) for key in ("norm", "layers.0.attn_norm", "layers.0.ffn_norm")}
     tensors["embed"] = embed
     keep = [np.ascontiguousarray(head)]
     for key, value in tensors.items():
         keep.append(value)
-        check(lib.ds4_engine_tensor(handle, key.encode(), lib.DS4_F32, *value.shape, ffi.from_buffer(value), value.nbytes, err), err)
-    check(lib.ds4_engine_tensor(handle, b"head", FORMATS[name][0], VOCAB, DIM, ffi.from_buffer(keep[0]), keep[0].nbytes, err), err)
+        check(
+            lib.ds4_engine_tensor(
+                handle, key.encode(), lib.DS4_F32, *value.shape, ffi.from_buffer(value), value.nbytes, err
+            ),
+            err,
+        )
+    check(
+        lib.ds4_engine_tensor(
+            handle, b"head", FORMATS[name][0], VOCAB, DIM, ffi.from_buffer(keep[0]), keep[0].nbytes, err
+        ),
+        err,
+    )
     check(lib.ds4_engine_ready(handle, b"f32", 64, 0, bytes(32), err), err)
     return handle, keep
 
@@ -95,7 +115,7 @@ def products(name: str, head: np.ndarray, embed: np.ndarray, backend: str, n: in
 
 
 def activations(embed: np.ndarray, n: int, quantised: bool) -> np.ndarray:
-    """What the head multiplies, in float64: the normed rows, rounded to int8 per block of 32 for the integer formats."""
+    """What the head multiplies, in float64: normed rows, for the integer formats rounded to int8 in blocks of 32."""
     x = embed[:n].astype(np.float64)
     x = x / np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)
     if not quantised:
@@ -108,7 +128,8 @@ def activations(embed: np.ndarray, n: int, quantised: bool) -> np.ndarray:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("isa", ("ref", *ISAS))
 def test_dot_products_against_float64(name: str, isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Float formats: within float32 rounding of the exact product. Integer formats: the same, of the rounded activations; and near the unrounded ones."""
+    """Float formats: within float32 rounding of the exact product. Integer formats: the same, of the rounded
+    activations; and near the unrounded ones."""
     if isa != "ref":
         monkeypatch.setenv("DS4_ISA", isa)
     rng = np.random.default_rng(5)

@@ -34,18 +34,24 @@ static inline v16 v_div(v16 x, v16 y) { return BOTH(_mm256_div_ps, x, y); }
 static inline v16 v_max(v16 x, v16 y) { return BOTH(_mm256_max_ps, x, y); }
 static inline v16 v_fma(v16 x, v16 y, v16 z) { return (v16){_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
 static inline v16 v_f16(const uint16_t *p) {
-  return (v16){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p)), _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(p + 8)))};
+  return (v16){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p)),
+               _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(p + 8)))};
 }
 static inline __m256 bf16_8(const uint16_t *p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)), 16));
 }
 static inline v16 v_bf16(const uint16_t *p) { return (v16){bf16_8(p), bf16_8(p + 8)}; }
-static inline __m256 i8_8(const int8_t *p) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p))); }
+static inline __m256 i8_8(const int8_t *p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
+}
 static inline v16 v_i8(const int8_t *p) { return (v16){i8_8(p), i8_8(p + 8)}; }
 static inline v16 v_below(v16 x, v16 y, v16 t, v16 f) {
-  return (v16){_mm256_blendv_ps(f.a, t.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)), _mm256_blendv_ps(f.b, t.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
+  return (v16){_mm256_blendv_ps(f.a, t.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
+               _mm256_blendv_ps(f.b, t.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ))};
 }
-static inline __m256 pow2_8(__m256 n) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23)); }
+static inline __m256 pow2_8(__m256 n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
 static inline v16 v_pow2(v16 n) { return (v16){pow2_8(n.a), pow2_8(n.b)}; }
 
 static inline uint32_t v_top(v16 x, v16 y) {
@@ -85,14 +91,16 @@ static inline __m256i four(const int8_t *x) {
   return _mm256_set1_epi32(v);
 }
 
-static inline __attribute__((always_inline)) void dot_q8_0(const uint8_t *w, const int8_t *x, const int32_t *sum, uint32_t blocks, const int tokens, v16 *out) {
+static inline __attribute__((always_inline)) void dot_q8_0(const uint8_t *w, const int8_t *x, const int32_t *sum, uint32_t blocks,
+                                                           const int tokens, v16 *out) {
   (void)sum;
   const __m256i ones = _mm256_set1_epi16(1);
   for (int half = 0; half < 2; half++, w += 32) {
     __m256i acc[DOT_TILE];
     for (int t = 0; t < tokens; t++) acc[t] = _mm256_setzero_si256();
     for (int k = 0; k < 8; k++) {
-      __m256i v = _mm256_loadu_si256((const __m256i *)(const void *)(w + 64 * k)), size = _mm256_abs_epi8(v); /* |-128| is 128 as unsigned: 2 * 128 * 127 fits */
+      __m256i v = _mm256_loadu_si256((const __m256i *)(const void *)(w + 64 * k)),
+              size = _mm256_abs_epi8(v); /* |-128| is 128 as unsigned: 2 * 128 * 127 fits */
       for (int t = 0; t < tokens; t++) {
         __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(four(x + (uint64_t)t * blocks * 32 + 4 * k), v));
         acc[t] = _mm256_add_epi32(acc[t], _mm256_madd_epi16(pairs, ones));

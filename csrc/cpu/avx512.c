@@ -29,13 +29,18 @@ static inline v16 v_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu
 static inline v16 v_bf16(const uint16_t *p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p)), 16));
 }
-static inline v16 v_i8(const int8_t *p) { return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p))); }
+static inline v16 v_i8(const int8_t *p) {
+  return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
+}
 static inline v16 v_below(v16 x, v16 y, v16 t, v16 f) { return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_LT_OQ), f, t); }
-static inline v16 v_pow2(v16 n) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23)); }
+static inline v16 v_pow2(v16 n) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+}
 
 static inline uint32_t v_top(v16 x, v16 y) {
   __m512i mask = _mm512_set1_epi32(0x7fffffff);
-  return _mm512_reduce_max_epu32(_mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(x), mask), _mm512_and_si512(_mm512_castps_si512(y), mask)));
+  return _mm512_reduce_max_epu32(
+      _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(x), mask), _mm512_and_si512(_mm512_castps_si512(y), mask)));
 }
 
 static inline int32_t v_quant(v16 x, v16 y, float scale, int8_t *q) {
@@ -58,7 +63,8 @@ static inline __m512i four(const int8_t *x) {
 }
 
 /* The instruction wants one side unsigned: weights get 128 added, and 128 * the sum of the activations is taken away again. */
-static inline __attribute__((always_inline)) void dot_q8_0(const uint8_t *w, const int8_t *x, const int32_t *sum, uint32_t blocks, const int tokens, v16 *out) {
+static inline __attribute__((always_inline)) void dot_q8_0(const uint8_t *w, const int8_t *x, const int32_t *sum, uint32_t blocks,
+                                                           const int tokens, v16 *out) {
   __m512i acc[DOT_TILE];
   for (int t = 0; t < tokens; t++) acc[t] = _mm512_set1_epi32(-128 * sum[(uint64_t)t * blocks]);
   for (int k = 0; k < 8; k++) {

@@ -28,8 +28,8 @@ static bool runs_here(const ds4_kernels *k) {
   __builtin_cpu_init();
   if (k == &ds4_kernels_avx2) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
   if (k == &ds4_kernels_avx512)
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vnni");
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
 #endif
   return k == &ds4_kernels_scalar;
 }
@@ -44,7 +44,8 @@ static const ds4_kernels *choose_kernels(ds4_error *err) {
   const char *wanted = getenv("DS4_ISA");
   for (size_t i = 0; i < sizeof all / sizeof *all; i++)
     if (runs_here(all[i]) && (!wanted || !*wanted || !strcmp(wanted, all[i]->isa))) return all[i];
-  ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "DS4_ISA is '%.20s', which this build or this processor does not have; unset it, or use scalar, avx2 or avx512", wanted);
+  ds4_fail(err, DS4_EUNSUPPORTED, 0, 0,
+           "DS4_ISA is '%.20s', which this build or this processor does not have; unset it, or use scalar, avx2 or avx512", wanted);
   return NULL;
 }
 
@@ -129,20 +130,23 @@ static void pack_group(void *ctx, uint32_t group, uint32_t thread) {
     pack_quant(c, rows, from, to);
 }
 
-static int cpu_weight_new(ds4_backend *b, int32_t format, uint64_t rows, uint64_t cols, const void *data, uint64_t nbytes, ds4_weight **out, ds4_error *err) {
+static int cpu_weight_new(ds4_backend *b, int32_t format, uint64_t rows, uint64_t cols, const void *data, uint64_t nbytes, ds4_weight **out,
+                          ds4_error *err) {
   const ds4_format_info *f = ds4_format_find(format);
   ds4_weight *w = calloc(1, sizeof *w);
   if (rows > UINT32_MAX - DS4_LANES || cols > UINT32_MAX || !w) {
     free(w);
     return ds4_fail(err, DS4_ENOMEM, (int64_t)rows, (int64_t)cols, "the system refused memory for a weight");
   }
-  w->p = (ds4_packed){.format = format, .rows = (uint32_t)rows, .cols = (uint32_t)cols, .groups = (uint32_t)((rows + DS4_LANES - 1) / DS4_LANES)};
+  w->p = (ds4_packed){
+      .format = format, .rows = (uint32_t)rows, .cols = (uint32_t)cols, .groups = (uint32_t)((rows + DS4_LANES - 1) / DS4_LANES)};
   w->p.group_bytes = cols / f->block * f->bytes * DS4_LANES;
   w->p.bytes = w->p.group_bytes * w->p.groups;
   w->p.data = ds4_host_alloc(b, w->p.bytes);
   if (!w->p.data) {
     free(w);
-    return ds4_fail(err, DS4_ENOMEM, (int64_t)nbytes, 0, "the system refused %llu bytes for a weight; the model does not fit this machine's memory", (unsigned long long)nbytes);
+    return ds4_fail(err, DS4_ENOMEM, (int64_t)nbytes, 0,
+                    "the system refused %llu bytes for a weight; the model does not fit this machine's memory", (unsigned long long)nbytes);
   }
   if (rows % DS4_LANES) memset(w->p.data + (w->p.groups - 1) * w->p.group_bytes, 0, w->p.group_bytes);
   packing c = {.format = f, .from = data, .row_bytes = nbytes / rows, .to = &w->p};
@@ -224,7 +228,8 @@ static void product_item(void *ctx, uint32_t item, uint32_t thread) {
   const product *c = ctx;
   (void)thread;
   uint32_t i = 0, first = item * c->step; /* items count through the groups of all matrices; each has whole items */
-  for (; first >= (c->w[i]->p.groups + c->step - 1) / c->step * c->step; i++) first -= (c->w[i]->p.groups + c->step - 1) / c->step * c->step;
+  for (; first >= (c->w[i]->p.groups + c->step - 1) / c->step * c->step; i++)
+    first -= (c->w[i]->p.groups + c->step - 1) / c->step * c->step;
   const ds4_packed *p = &c->w[i]->p;
   uint32_t groups = ds4_min_u32(c->step, p->groups - first);
   if (is_quant(p))
@@ -275,7 +280,9 @@ static void token_item(void *ctx, uint32_t item, uint32_t thread) {
 
 static int each_token(per_token *c) { return run(c->b, (c->n + TOKENS_PER_ITEM - 1) / TOKENS_PER_ITEM, token_item, c); }
 
-static void norm_token(const per_token *c, uint32_t t) { c->b->k->rms_norm(c->x + (uint64_t)t * c->width, c->weight, c->width, c->eps, c->out + (uint64_t)t * c->width); }
+static void norm_token(const per_token *c, uint32_t t) {
+  c->b->k->rms_norm(c->x + (uint64_t)t * c->width, c->weight, c->width, c->eps, c->out + (uint64_t)t * c->width);
+}
 
 static int cpu_rms_norm(ds4_backend *b, const float *x, const float *weight, uint32_t n, uint32_t width, float eps, float *out) {
   per_token c = {.b = b, .work = norm_token, .n = n, .x = x, .weight = weight, .width = width, .eps = eps, .out = out};
@@ -288,15 +295,25 @@ static void rope_token(const per_token *c, uint32_t t) {
   for (uint32_t h = 0; h < c->heads; h++) {
     float *x = c->out + ((uint64_t)t * c->heads + h) * c->width;
     for (uint32_t i = 0; i < half; i++) {
-      float *p = x + i * step, re = p[0] * table[2 * i] - p[apart] * table[2 * i + 1], im = p[0] * table[2 * i + 1] + p[apart] * table[2 * i];
+      float *p = x + i * step, re = p[0] * table[2 * i] - p[apart] * table[2 * i + 1],
+            im = p[0] * table[2 * i + 1] + p[apart] * table[2 * i];
       p[0] = re;
       p[apart] = im;
     }
   }
 }
 
-static int cpu_rope(ds4_backend *b, float *x, const uint32_t *pos, uint32_t n, uint32_t heads, uint32_t width, const float *table, uint32_t interleaved) {
-  per_token c = {.b = b, .work = rope_token, .n = n, .out = x, .pos = pos, .heads = heads, .width = width, .weight = table, .interleaved = interleaved};
+static int cpu_rope(ds4_backend *b, float *x, const uint32_t *pos, uint32_t n, uint32_t heads, uint32_t width, const float *table,
+                    uint32_t interleaved) {
+  per_token c = {.b = b,
+                 .work = rope_token,
+                 .n = n,
+                 .out = x,
+                 .pos = pos,
+                 .heads = heads,
+                 .width = width,
+                 .weight = table,
+                 .interleaved = interleaved};
   return each_token(&c);
 }
 
@@ -329,7 +346,9 @@ static void add_item(void *ctx, uint32_t item, uint32_t thread) {
   for (uint64_t i = 0; i < elements_of(c, item); i++) x[i] += y[i];
 }
 
-static int each_element(elements *c, ds4_work work) { return run(c->b, (uint32_t)((c->n + ELEMENTS_PER_ITEM - 1) / ELEMENTS_PER_ITEM), work, c); }
+static int each_element(elements *c, ds4_work work) {
+  return run(c->b, (uint32_t)((c->n + ELEMENTS_PER_ITEM - 1) / ELEMENTS_PER_ITEM), work, c);
+}
 
 static int cpu_swiglu(ds4_backend *b, const float *gate, const float *up, uint64_t n, float *out) {
   elements c = {.b = b, .x = gate, .y = up, .out = out, .n = n};
@@ -343,11 +362,22 @@ static int cpu_add(ds4_backend *b, float *x, const float *y, uint64_t n) {
 
 /* ---- rows -------------------------------------------------------------------------------------------------------------------------------- */
 
-static void rows_token(const per_token *c, uint32_t t) { ds4_row_write(c->layout, c->layer, c->part, &c->views[c->batch->segment[t]], c->pos[t], c->x + (uint64_t)t * c->width); }
+static void rows_token(const per_token *c, uint32_t t) {
+  ds4_row_write(c->layout, c->layer, c->part, &c->views[c->batch->segment[t]], c->pos[t], c->x + (uint64_t)t * c->width);
+}
 
-static int cpu_rows_write(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *views, const ds4_batch *batch, const uint32_t *row,
-                          const float *x) {
-  per_token c = {.b = b, .work = rows_token, .n = batch->n, .layout = l, .layer = layer, .part = part, .views = views, .batch = batch, .pos = row, .x = x};
+static int cpu_rows_write(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *views, const ds4_batch *batch,
+                          const uint32_t *row, const float *x) {
+  per_token c = {.b = b,
+                 .work = rows_token,
+                 .n = batch->n,
+                 .layout = l,
+                 .layer = layer,
+                 .part = part,
+                 .views = views,
+                 .batch = batch,
+                 .pos = row,
+                 .x = x};
   c.width = l->part[part].heads * l->part[part].width;
   return each_token(&c);
 }

@@ -77,10 +77,12 @@ void ds4_vector_read(const ds4_part *p, uint32_t rows, const uint8_t *tile, uint
 void ds4_row_write(const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, const float *x) {
   const ds4_part *p = &l->part[part];
   uint8_t *page = ds4_view_page(view, l, row);
-  for (uint32_t h = 0; h < p->heads; h++, x += p->width) vector_write(p, l->page_rows, ds4_page_tile(l, page, layer, part, h), row % l->page_rows, x);
+  for (uint32_t h = 0; h < p->heads; h++, x += p->width)
+    vector_write(p, l->page_rows, ds4_page_tile(l, page, layer, part, h), row % l->page_rows, x);
 }
 
-int ds4_rows_read(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, uint32_t n, float *out) {
+int ds4_rows_read(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, uint32_t n,
+                  float *out) {
   (void)b;
   const ds4_part *p = &l->part[part];
   for (uint32_t r = row; r < row + n; r++)

@@ -11,10 +11,13 @@ int ds4_host_wait(ds4_backend *b);
 
 /* Rows in pages, as both write and read them. */
 void ds4_row_write(const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, const float *x);
-int ds4_rows_read(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, uint32_t n, float *out);
+int ds4_rows_read(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, uint32_t n,
+                  float *out);
 void ds4_vector_read(const ds4_part *p, uint32_t rows, const uint8_t *tile, uint32_t row, float *out);
 
 /* The page of a row in a view. */
-static inline uint8_t *ds4_view_page(const ds4_view *v, const ds4_layout *l, uint32_t row) { return v->pages[row / l->page_rows - v->first_page]; }
+static inline uint8_t *ds4_view_page(const ds4_view *v, const ds4_layout *l, uint32_t row) {
+  return v->pages[row / l->page_rows - v->first_page];
+}
 
 #endif

@@ -75,7 +75,8 @@ INLINE v16 load_weight(int32_t format, const uint8_t *p) {
 }
 
 /* `g` groups x `t` tokens: g * t independent chains over k. */
-INLINE void float_tile(int32_t format, const ds4_packed *w, uint32_t group, const int g, const float *x, uint64_t token, const int t, float *out) {
+INLINE void float_tile(int32_t format, const ds4_packed *w, uint32_t group, const int g, const float *x, uint64_t token, const int t,
+                       float *out) {
   uint32_t step = DS4_LANES * (format == DS4_F32 ? 4 : 2);
   const uint8_t *p = w->data + group * w->group_bytes;
   v16 acc[8];
@@ -132,7 +133,8 @@ INLINE void quant_tile(int32_t format, const ds4_packed *w, uint32_t group, cons
   for (int j = 0; j < t; j++) store_rows(w, group, token + j, out, acc[j]);
 }
 
-INLINE void quant_groups(int32_t format, const ds4_packed *w, uint32_t group, uint32_t groups, const ds4_quants *x, uint32_t n, float *out) {
+INLINE void quant_groups(int32_t format, const ds4_packed *w, uint32_t group, uint32_t groups, const ds4_quants *x, uint32_t n,
+                         float *out) {
   for (uint32_t g = group; g < group + groups; g++) {
     uint32_t token = 0;
     for (; token + DOT_TILE <= n; token += DOT_TILE) quant_tile(format, w, g, x, token, DOT_TILE, out);
@@ -176,13 +178,13 @@ static void k_swiglu(const float *gate, const float *up, uint64_t n, float *out)
 /* Scratch of one item, all float32. Rows are (token, query head of the group); value vectors are padded to whole lanes with zeros. */
 typedef struct tile {
   uint32_t rows, width, value, padded;
-  float *q;           /* [rows][width], scaled */
-  float *max, *sum;   /* [rows], of the split */
-  float *out;         /* [rows][padded] */
-  float *all;         /* [rows][2 + padded]: maximum, sum, values of the splits before */
-  float *key;         /* [width][64]: lanes are keys */
-  float *val;         /* [64][padded] */
-  float *p;           /* [rows][64] scores, then probabilities */
+  float *q;         /* [rows][width], scaled */
+  float *max, *sum; /* [rows], of the split */
+  float *out;       /* [rows][padded] */
+  float *all;       /* [rows][2 + padded]: maximum, sum, values of the splits before */
+  float *key;       /* [width][64]: lanes are keys */
+  float *val;       /* [64][padded] */
+  float *p;         /* [rows][64] scores, then probabilities */
 } tile;
 
 /* 64 keys from row `block` on. Rows that were never written may be read here; their lanes are blended away. */
@@ -202,7 +204,9 @@ static void load_keys(const ds4_attend_item *it, const ds4_view *view, uint32_t 
           const float *f32 = (const float *)(const void *)tile_at;
           const uint16_t *f16 = (const uint16_t *)(const void *)tile_at;
           for (uint32_t k = 0; k < rows; k++)
-            dst[k] = p->type == DS4_KV_F32 ? f32[at + k] : p->type == DS4_KV_F16 ? ds4_f16(f16[at + k]) : (float)((const int8_t *)tile_at)[at + k] * ds4_f16(scale[d / p->group * rows + k]);
+            dst[k] = p->type == DS4_KV_F32   ? f32[at + k]
+                     : p->type == DS4_KV_F16 ? ds4_f16(f16[at + k])
+                                             : (float)((const int8_t *)tile_at)[at + k] * ds4_f16(scale[d / p->group * rows + k]);
         } else if (p->type == DS4_KV_F32) {
           v_store(dst, v_load((const float *)(const void *)tile_at + at));
         } else if (p->type == DS4_KV_F16) {
@@ -215,7 +219,8 @@ static void load_keys(const ds4_attend_item *it, const ds4_view *view, uint32_t 
 }
 
 /* Values of the rows [from, to) of one block; only those are read. */
-static void load_values(const ds4_attend_item *it, const ds4_view *view, uint32_t block, uint32_t from, uint32_t to, uint32_t padded, float *val) {
+static void load_values(const ds4_attend_item *it, const ds4_view *view, uint32_t block, uint32_t from, uint32_t to, uint32_t padded,
+                        float *val) {
   const ds4_layout *l = it->a->layout;
   const ds4_part *p = &l->part[it->a->value_part];
   uint32_t rows = l->page_rows, whole = p->across ? 0 : p->width / 16 * 16;
@@ -231,7 +236,8 @@ static void load_values(const ds4_attend_item *it, const ds4_view *view, uint32_
     for (; i < whole; i += 16) {
       if (p->type == DS4_KV_F32) v_store(dst + i, v_load(f32 + at + i));
       if (p->type == DS4_KV_F16) v_store(dst + i, v_f16(f16 + at + i));
-      if (p->type == DS4_KV_Q8_0 && p->group >= 16) v_store(dst + i, v_mul(v_i8(i8 + at + i), v_set1(ds4_f16(scale[row * groups + i / p->group]))));
+      if (p->type == DS4_KV_Q8_0 && p->group >= 16)
+        v_store(dst + i, v_mul(v_i8(i8 + at + i), v_set1(ds4_f16(scale[row * groups + i / p->group]))));
       if (p->type == DS4_KV_Q8_0 && p->group < 16)
         for (uint32_t k = i; k < i + 16; k++) dst[k] = (float)i8[at + k] * ds4_f16(scale[row * groups + k / p->group]);
     }
@@ -253,9 +259,11 @@ INLINE void score_rows(const tile *t, uint32_t row, const int n) {
     for (uint32_t d = 0; d < t->width; d++, key += DS4_KEY_BLOCK)
       for (int i = 0; i < n; i++)
         for (int k = 0; k < 4 / SCORE_PIECES; k++)
-          acc[i * (4 / SCORE_PIECES) + k] = v_fma(v_set1(q[(uint64_t)i * t->width + d]), v_load(key + 16 * k), acc[i * (4 / SCORE_PIECES) + k]);
+          acc[i * (4 / SCORE_PIECES) + k] =
+              v_fma(v_set1(q[(uint64_t)i * t->width + d]), v_load(key + 16 * k), acc[i * (4 / SCORE_PIECES) + k]);
     for (int i = 0; i < n; i++)
-      for (int k = 0; k < 4 / SCORE_PIECES; k++) v_store(t->p + ((uint64_t)row + i) * DS4_KEY_BLOCK + half + 16 * k, acc[i * (4 / SCORE_PIECES) + k]);
+      for (int k = 0; k < 4 / SCORE_PIECES; k++)
+        v_store(t->p + ((uint64_t)row + i) * DS4_KEY_BLOCK + half + 16 * k, acc[i * (4 / SCORE_PIECES) + k]);
   }
 }
 
@@ -330,7 +338,8 @@ static void attend_block(const ds4_attend_item *it, const tile *t, const ds4_vie
   for (uint32_t r = 0; r < t->rows;) {
     uint32_t end_from, end_to;
     bool some = row_range(it, r, group, block, &from, &to);
-    if (some && r + ROW_TILE <= t->rows && row_range(it, r + ROW_TILE - 1, group, block, &end_from, &end_to) && from == end_from && to == end_to) {
+    if (some && r + ROW_TILE <= t->rows && row_range(it, r + ROW_TILE - 1, group, block, &end_from, &end_to) && from == end_from &&
+        to == end_to) {
       attend_rows(t, r, ROW_TILE, from, to); /* ranges only move forward, so the rows between have the same */
       r += ROW_TILE;
       continue;
@@ -371,7 +380,8 @@ static void k_attend(const ds4_attend_item *it, float *scratch) {
   for (uint32_t split = it->split; split < it->split_end; split++) {
     for (uint32_t r = 0; r < t.rows; r++) t.max[r] = -INFINITY, t.sum[r] = 0.0f;
     memset(t.out, 0, (uint64_t)t.rows * t.padded * sizeof *t.out);
-    for (uint32_t block = split * DS4_KEY_SPLIT; block < (split + 1) * DS4_KEY_SPLIT; block += DS4_KEY_BLOCK) attend_block(it, &t, view, group, block);
+    for (uint32_t block = split * DS4_KEY_SPLIT; block < (split + 1) * DS4_KEY_SPLIT; block += DS4_KEY_BLOCK)
+      attend_block(it, &t, view, group, block);
     for (uint32_t r = 0; r < t.rows; r++) {
       float *next = t.p; /* [2 + padded], the probabilities are done with */
       next[0] = t.max[r], next[1] = t.sum[r];

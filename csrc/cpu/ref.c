@@ -39,7 +39,8 @@ static bool stop(ds4_backend *b) { return b->poll && b->poll(b->user); }
 
 /* ---- weights --------------------------------------------------------------------------------------------------------------------- */
 
-static int ref_weight_new(ds4_backend *b, int32_t format, uint64_t rows, uint64_t cols, const void *data, uint64_t nbytes, ds4_weight **out, ds4_error *err) {
+static int ref_weight_new(ds4_backend *b, int32_t format, uint64_t rows, uint64_t cols, const void *data, uint64_t nbytes, ds4_weight **out,
+                          ds4_error *err) {
   (void)b;
   ds4_weight *w = calloc(1, sizeof *w);
   if (!w) return ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for a weight");
@@ -144,7 +145,8 @@ static int ref_rms_norm(ds4_backend *b, const float *x, const float *weight, uin
 }
 
 /* Rotates pairs of numbers by the angle of their position: (i, i + width/2), or (2i, 2i + 1) when interleaved. */
-static int ref_rope(ds4_backend *b, float *x, const uint32_t *pos, uint32_t n, uint32_t heads, uint32_t width, const float *table, uint32_t interleaved) {
+static int ref_rope(ds4_backend *b, float *x, const uint32_t *pos, uint32_t n, uint32_t heads, uint32_t width, const float *table,
+                    uint32_t interleaved) {
   (void)b;
   uint32_t half = width / 2;
   for (uint32_t t = 0; t < n; t++)
@@ -173,8 +175,8 @@ static int ref_add(ds4_backend *b, float *x, const float *y, uint64_t n) {
 
 /* ---- rows ----------------------------------------------------------------------------------------------------------------------- */
 
-static int ref_rows_write(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *views, const ds4_batch *batch, const uint32_t *row,
-                          const float *x) {
+static int ref_rows_write(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *views, const ds4_batch *batch,
+                          const uint32_t *row, const float *x) {
   (void)b;
   for (uint32_t t = 0; t < batch->n; t++, x += l->part[part].heads * l->part[part].width)
     ds4_row_write(l, layer, part, &views[batch->segment[t]], row[t], x);
@@ -214,7 +216,8 @@ static void attend_block(const head *h, uint32_t from, uint32_t to, partial *acc
   acc->sum = fmaf(acc->sum, shrink, ds4_lane_sum(lane));
   for (uint32_t i = 0; i < value->width; i++) acc->out[i] *= shrink;
   for (uint32_t r = from; r < to; r++) {
-    ds4_vector_read(value, l->page_rows, ds4_page_tile(l, ds4_view_page(h->view, l, r), h->a->layer, h->a->value_part, h->kv), r % l->page_rows, row);
+    ds4_vector_read(value, l->page_rows, ds4_page_tile(l, ds4_view_page(h->view, l, r), h->a->layer, h->a->value_part, h->kv),
+                    r % l->page_rows, row);
     for (uint32_t i = 0; i < value->width; i++) acc->out[i] = fmaf(p[r - from], row[i], acc->out[i]);
   }
   acc->max = top;

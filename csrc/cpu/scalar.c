@@ -7,9 +7,9 @@ typedef struct v16 {
   float f[16];
 } v16;
 
-#define EACH(expr)          \
-  v16 o;                    \
-  for (int i = 0; i < 16; i++) o.f[i] = (expr); \
+#define EACH(expr)                                                                                                                         \
+  v16 o;                                                                                                                                   \
+  for (int i = 0; i < 16; i++) o.f[i] = (expr);                                                                                            \
   return o
 
 static inline v16 v_set1(float x) { EACH(x); }

@@ -5,12 +5,12 @@
 
 #include "ds4.h"
 
-#define CHECK(call)                                   \
-  do {                                                \
-    if ((call) != DS4_OK) {                           \
-      fprintf(stderr, "%s: %s\n", #call, err.text);   \
-      return 1;                                       \
-    }                                                 \
+#define CHECK(call)                                                                                                                        \
+  do {                                                                                                                                     \
+    if ((call) != DS4_OK) {                                                                                                                \
+      fprintf(stderr, "%s: %s\n", #call, err.text);                                                                                        \
+      return 1;                                                                                                                            \
+    }                                                                                                                                      \
   } while (0)
 
 static ds4_error err;
@@ -21,9 +21,11 @@ static int tensor(ds4_engine *e, const char *name, uint64_t rows, uint64_t cols)
 }
 
 static int load(ds4_engine **out) {
-  const struct { const char *key; double value; } settings[] = {
-      {"n_layers", 1}, {"vocab", 64}, {"ctx", 256}, {"dim", 32}, {"n_heads", 4}, {"n_kv_heads", 2}, {"head_dim", 8},
-      {"ffn_dim", 64}, {"norm_eps", 1e-5}, {"rope_base", 10000}, {"rope_interleaved", 0}};
+  const struct {
+    const char *key;
+    double value;
+  } settings[] = {{"n_layers", 1}, {"vocab", 64},   {"ctx", 256},       {"dim", 32},          {"n_heads", 4},         {"n_kv_heads", 2},
+                  {"head_dim", 8}, {"ffn_dim", 64}, {"norm_eps", 1e-5}, {"rope_base", 10000}, {"rope_interleaved", 0}};
   const uint8_t identity[32] = "embed.c";
   for (int i = 0; i < 64 * 64; i++) weights[i] = (float)((i * 7919) % 199 - 99) / 500.0f;
   CHECK(ds4_engine_new("llama", "cpu", 0, out, &err));

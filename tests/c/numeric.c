@@ -66,7 +66,8 @@ static void test_quant(void) {
     float size = ds4_float((next() % 200 + 20) << 23);
     for (int i = 0; i < 32; i++) x[i] = size * ((float)next() / 4294967296.0f - 0.5f);
     ds4_quant_block(x, 32, q, &d, &sum);
-    for (int i = 0; i < 32 && d > 1e-37f; i++) expect(fabs((double)x[i] - (double)d * q[i]) <= 0.50002 * d, "quant_block", x[i], (double)d * q[i], x[i]);
+    for (int i = 0; i < 32 && d > 1e-37f; i++)
+      expect(fabs((double)x[i] - (double)d * q[i]) <= 0.50002 * d, "quant_block", x[i], (double)d * q[i], x[i]);
   }
   x[5] = INFINITY;
   ds4_quant_block(x, 32, q, &d, &sum);

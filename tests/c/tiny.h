@@ -16,9 +16,11 @@ static void die(const char *what, const ds4_error *err) {
 }
 
 static ds4_engine *tiny_engine(int32_t threads) {
-  static const char *const names[] = {"embed",      "norm",      "layers.0.attn_norm", "layers.0.q",    "layers.0.k",  "layers.0.v",
-                                      "layers.0.o", "layers.0.ffn_norm", "layers.0.gate", "layers.0.up", "layers.0.down"};
-  static const uint64_t shapes[][2] = {{64, 32}, {1, 32}, {1, 32}, {32, 32}, {16, 32}, {16, 32}, {32, 32}, {1, 32}, {64, 32}, {64, 32}, {32, 64}};
+  static const char *const names[] = {"embed",         "norm",        "layers.0.attn_norm", "layers.0.q",
+                                      "layers.0.k",    "layers.0.v",  "layers.0.o",         "layers.0.ffn_norm",
+                                      "layers.0.gate", "layers.0.up", "layers.0.down"};
+  static const uint64_t shapes[][2] = {{64, 32}, {1, 32}, {1, 32},  {32, 32}, {16, 32}, {16, 32},
+                                       {32, 32}, {1, 32}, {64, 32}, {64, 32}, {32, 64}};
   static const char *const keys[] = {"n_layers", "vocab",   "ctx",      "dim",       "n_heads",         "n_kv_heads",
                                      "head_dim", "ffn_dim", "norm_eps", "rope_base", "rope_interleaved"};
   static const double values[] = {1, VOCAB, 512, 32, 4, 2, 8, 64, 1e-5, 10000, 0};
@@ -30,7 +32,8 @@ static ds4_engine *tiny_engine(int32_t threads) {
   for (size_t i = 0; i < sizeof values / sizeof *values; i++)
     if (ds4_engine_set(engine, keys[i], &values[i], 1, &err)) die(keys[i], &err);
   for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
-    if (ds4_engine_tensor(engine, names[i], DS4_F32, shapes[i][0], shapes[i][1], weights, shapes[i][0] * shapes[i][1] * 4, &err)) die(names[i], &err);
+    if (ds4_engine_tensor(engine, names[i], DS4_F32, shapes[i][0], shapes[i][1], weights, shapes[i][0] * shapes[i][1] * 4, &err))
+      die(names[i], &err);
   if (ds4_engine_ready(engine, "f16", 16384, 0, identity, &err)) die("ready", &err);
   return engine;
 }

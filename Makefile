@@ -1,0 +1,134 @@
+# Everything lives in $(VENV) and build/; a second run starts at once. The two commands of the README are `make demo` and `make test`.
+
+PYTHON ?= python3
+VENV ?= .venv
+CC ?= cc
+FUZZ_SECONDS ?= 20
+PYTEST_ARGS ?=
+JOBS ?= $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check install -q
+ROOT := $(CURDIR)
+SETUP := pyproject.toml setup.py
+C_SRC := $(sort $(shell find csrc -name '*.c'))
+C_HDR := $(sort $(shell find csrc -name '*.h'))
+C_TESTS := $(sort $(basename $(notdir $(wildcard tests/c/*.c))))
+PY_SRC := $(sort $(shell find ds4 -name '*.py'))
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help build test test-fast bench demo lint format sanitize sanitize-quick asan-c tsan fuzz clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-17s %s\n", $$1, $$2}'
+
+# ---- set-up: one stamp per step ----------------------------------------------------------------------------------------------------
+
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit("ds4 needs Python 3.10 or newer, and $(PYTHON) is %d.%d: set PYTHON" % sys.version_info[:2] \
+	  if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) 'setuptools>=77' 'cffi>=1.17'
+	@touch $@
+
+# Editable installs; where the one with the test extras is in place `demo` needs no other.
+$(VENV)/.run: $(VENV)/.made $(SETUP)
+	$(PIP) --no-build-isolation -e .
+	@touch $@
+$(VENV)/.test: $(VENV)/.made $(SETUP)
+	$(PIP) --no-build-isolation -e '.[test]'
+	@touch $@
+$(VENV)/.dev: $(VENV)/.test
+	$(PIP) --no-build-isolation -e '.[test,dev]'
+	@touch $@
+$(VENV)/.bench: $(VENV)/.test
+	$(PIP) --no-build-isolation -e '.[test,bench]'
+	@touch $@
+RUN := $(if $(wildcard $(VENV)/.test),$(VENV)/.test,$(VENV)/.run)
+
+build/.core: $(C_SRC) $(C_HDR) $(SETUP) | $(VENV)/.made
+	$(PY) setup.py -q build_ext --inplace
+	@touch $@
+build/.core-test: $(C_SRC) $(C_HDR) $(SETUP) | $(VENV)/.made
+	DS4_BUILD_TEST=only $(PY) setup.py -q build_ext --inplace
+	@touch $@
+
+# ---- daily work --------------------------------------------------------------------------------------------------------------------
+
+build: $(VENV)/.test build/.core build/.core-test ## set up .venv and build the core, release and test build
+
+test: build ## set up and run the whole test suite
+	DS4_CORE=test $(PY) -m pytest $(PYTEST_ARGS) tests
+	$(PY) -m pytest tests/test_tiny.py
+
+test-fast: build ## the suite without its slow tests (under 90 s on 2 cores)
+	DS4_CORE=test $(PY) -m pytest -m 'not slow' $(PYTEST_ARGS) tests
+
+bench: build $(if $(PEERS),$(VENV)/.bench) ## measure; PEERS=1 also installs and measures other engines
+	$(PY) -m pytest $(PYTEST_ARGS) benchmarks
+
+demo: $(RUN) build/.core ## set up, fetch SmolLM2-135M-Instruct and move its context around
+	$(VENV)/bin/ds4 demo
+
+C_FILES = $(shell find csrc tests/c -name '*.c' -o -name '*.h')
+lint: $(VENV)/.dev ## ruff, mypy, clang-format, and the C warnings as errors
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(VENV)/bin/clang-format --dry-run -Werror $(C_FILES)
+	for f in $(C_SRC) $(wildcard tests/c/*.c); do $(CC) $(C_FLAGS) -Wall -Wextra -Werror -fsyntax-only $$f || exit 1; done
+
+format: $(VENV)/.dev ## rewrite Python and C in the project's format
+	$(PY) -m ruff check --fix-only -q .
+	$(PY) -m ruff format .
+	$(VENV)/bin/clang-format -i $(C_FILES)
+
+# ---- sanitizers --------------------------------------------------------------------------------------------------------------------
+
+# The test core is built with ASan and UBSan into a copy of the package, and the suite runs on that copy. libstdc++ is loaded early because
+# ASan has to find __cxa_throw before the first extension in C++ throws. Python itself leaks at exit, so leaks are looked for in tests/c only.
+ASAN_LIB := build/asan/lib
+ASAN_FLAGS := -g1 -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=all
+ASAN_TEST = cd $(ASAN_LIB) && DS4_CORE=test PYTHONPATH=$(ROOT)/$(ASAN_LIB) PYTHONDONTWRITEBYTECODE=1 \
+  LD_PRELOAD="$$($(CC) -print-file-name=libasan.so) $$($(CC) -print-file-name=libstdc++.so)" \
+  ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1 PYTHONMALLOC=malloc \
+  $(abspath $(PY)) -m pytest -c $(ROOT)/pyproject.toml --rootdir $(ROOT) -p no:cacheprovider $(PYTEST_ARGS)
+
+$(ASAN_LIB)/.made: $(C_SRC) $(C_HDR) $(PY_SRC) $(SETUP) $(wildcard models/*.toml) | $(VENV)/.test
+	rm -rf $(ASAN_LIB)
+	DS4_BUILD_TEST=only CFLAGS='$(ASAN_FLAGS)' $(PY) setup.py -q build --build-lib $(ASAN_LIB)
+	@touch $@
+
+sanitize: $(ASAN_LIB)/.made asan-c tsan ## ASan and UBSan on the whole suite, TSan on the C programs
+	$(ASAN_TEST) -m 'not nosanitize' $(ROOT)/tests
+
+sanitize-quick: $(ASAN_LIB)/.made asan-c tsan ## the part of it that CI runs
+	$(ASAN_TEST) -m 'not nosanitize and not slow and not model' $(ROOT)/tests
+
+# Programs without Python: build/<sanitizer>-c/<name>. Full debug information would take minutes to compile with ASan, -g1 gives lines.
+C_FLAGS := -std=gnu11 -O1 -ffp-contract=off -fno-math-errno -pthread -Icsrc -DDS4_TEST
+define c_programs
+build/$(1)-c/%.o: %.c $$(C_HDR)
+	@mkdir -p $$(@D)
+	@echo "$(1): $$<"
+	@$$(CC) $$(C_FLAGS) $(2) -c $$< -o $$@
+build/$(1)-c/%: build/$(1)-c/tests/c/%.o $$(C_SRC:%.c=build/$(1)-c/%.o)
+	@$$(CC) $(2) -pthread $$^ -lm -o $$@
+endef
+$(eval $(call c_programs,asan,$(ASAN_FLAGS)))
+$(eval $(call c_programs,tsan,-g1 -fsanitize=thread))
+.SECONDARY:
+
+# TSan's shadow memory needs the address space where older kernels put it.
+NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+asan-c tsan:
+	@$(MAKE) --no-print-directory -j$(JOBS) $(C_TESTS:%=build/$(@:-c=)-c/%)
+	@for t in $(C_TESTS); do echo "$(@:-c=): $$t"; TSAN_OPTIONS=halt_on_error=1 $(NO_ASLR) build/$(@:-c=)-c/$$t || exit 1; done
+
+fuzz: build ## every target in fuzz/ for FUZZ_SECONDS (20)
+	@set -e; for f in $(filter-out fuzz/common.py,$(wildcard fuzz/*.py)); do echo "$$f"; DS4_CORE=test FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) $$f; done
+
+clean: ## back to a fresh checkout: removes build products, caches and .venv
+	rm -rf build dist *.egg-info ds4/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks $(VENV)
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,152 @@
+"""One interface for all chat formats: how a conversation becomes token ids, and how sampled text is read.
+
+Three rules hold for each of them. Content is encoded as plain text: a control token spelled in it stays text, and
+control tokens stand only where the format puts them. Every message is rendered on its own: the ids of a conversation
+are the ids of its messages one after the other. Nothing is added that the caller did not write: there is no hidden
+system text, also where a model's own template has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from ds4.errors import ArgumentError, UnsupportedError
+from ds4.tokenizer.base import Tokenizer
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call that the model asks for. `id` is empty where the format has none."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+    id: str = ""
+
+
+@dataclass(frozen=True)
+class Message:
+    """One message of a conversation.
+
+    `role` is "system", "user", "assistant" or "tool". `content` is text; of a tool message with the results of several
+    calls a tuple of texts, in the order of the calls. `thinking` and `tool_calls` belong to an assistant message,
+    `tools` (JSON schemas with "name", "description", "parameters") to a system message.
+    """
+
+    role: str
+    content: str | tuple[str, ...] = ""
+    thinking: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """What an assistant turn's text holds. `faults`: one sentence for each tool call that could not be read; its raw
+    text is then part of `content`."""
+
+    content: str
+    thinking: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    faults: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """Where free text ends: `kind` is "end" (of a turn), "role", "think" or "tool".
+
+    `id` is its token, None where the model only has it as `text`; `before` is text in front of it that belongs to it.
+    """
+
+    kind: str
+    text: str
+    id: int | None = None
+    before: str = ""
+
+
+class Tag(str):
+    """Text of a format itself: the control token of that text where the tokenizer has one."""
+
+
+class ChatFormat:
+    """A chat format for one tokenizer; a subclass fills it.
+
+    `roles` that it has; `alternating`: user and assistant turns must alternate; `tools`: it has a way to call tools;
+    `thinking`: the model has thinking blocks; `stop_ids` end an assistant turn; `boundaries` as `Boundary` says.
+    """
+
+    name: str
+    needs: tuple[str, ...]
+    """Control tokens without which the format cannot be used; a template that names all of them is of this format."""
+    roles: frozenset[str]
+    alternating = False
+    tools = False
+    thinking = False
+    stop_ids: frozenset[int]
+    boundaries: tuple[Boundary, ...]
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Raises UnsupportedError when the tokenizer lacks a control token of the format."""
+        missing = [text for text in self.needs if text not in tokenizer.control]
+        if missing:
+            raise UnsupportedError(
+                f"the chat format {self.name} needs the control token {missing[0]}, which this model's tokenizer does "
+                "not have; choose another chat_format."
+            )
+        self.tokenizer = tokenizer
+
+    def begin(self) -> list[int]:
+        """The ids that begin a conversation: BOS where the model wants it, else none."""
+        bos = self.tokenizer.bos_id
+        return [bos] if self.tokenizer.add_bos and bos is not None else []
+
+    def render(self, message: Message, after: str | None = None) -> list[int]:
+        """The ids of one whole message; `after` is the role of the message before it, None at the start.
+
+        Raises ArgumentError for a role or a field that the format does not have.
+        """
+        raise NotImplementedError
+
+    def generation_prefix(self, thinking: bool = True) -> list[int]:
+        """The ids after which the model writes an assistant turn. `thinking=False`: with its thinking block closed."""
+        raise NotImplementedError
+
+    def end_turn(self, sampled: list[int]) -> list[int]:
+        """What must follow the sampled ids of an assistant turn so that the next message can come, however it ended."""
+        raise NotImplementedError
+
+    def parse(self, text: str, thinking: bool = False) -> Parsed:
+        """Reads the text of an assistant turn, cut or malformed ones too; it never raises.
+
+        `thinking`: the generation prefix has left a thinking block open.
+        """
+        raise NotImplementedError
+
+    def check(self, message: Message) -> None:
+        """Raises ArgumentError when the format cannot render the message."""
+        if message.role not in self.roles:
+            known = ", ".join(sorted(self.roles))
+            raise ArgumentError(f"the chat format {self.name} has no role {message.role!r}; its roles are {known}.")
+        texts = message.content if message.role == "tool" and isinstance(message.content, tuple) else (message.content,)
+        if not texts or not all(isinstance(text, str) for text in (*texts, message.thinking)):
+            raise ArgumentError(
+                "the content of a message is text; only a tool message may have a tuple of texts, one for each result."
+            )
+        if message.role != "assistant" and (message.thinking or message.tool_calls):
+            raise ArgumentError(f"thinking and tool calls belong to the assistant, not to a {message.role} message.")
+        if message.role != "system" and message.tools:
+            raise ArgumentError(f"tools belong to the system message, not to a {message.role} message.")
+
+    def ids(self, *parts: str) -> list[int]:
+        """The ids of parts in a row: a `Tag` is its control token where there is one, all else is plain text.
+        Neighbouring texts are encoded as one, as in the model's own template."""
+        found: list[int] = []
+        text = ""
+        for part in parts:
+            token = self.tokenizer.control.get(part) if isinstance(part, Tag) else None
+            if token is None:
+                text += part
+                continue
+            found += [*self.tokenizer.encode(text), token]
+            text = ""
+        return found + self.tokenizer.encode(text)

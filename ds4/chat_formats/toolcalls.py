@@ -1,0 +1,103 @@
+"""Tool calls as JSON objects between two tags, as Hermes and Qwen write them, read tolerantly."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from ds4.chat_formats.base import ToolCall
+from ds4.tokenizer.base import characters
+
+MAX_FAULTS = 32  # a model that writes more broken calls is in a loop; the rest stays text unread
+_FILLER = re.compile(r"(?:[\s,}\]]|```(?:json)?)*")
+
+
+def parse_tool_calls(text: str, opener: str, closer: str) -> tuple[str, tuple[ToolCall, ...], tuple[str, ...]]:
+    """(the text without the calls, the calls, a sentence for each one that could not be read and so stays text).
+
+    Accepted beyond the plain form: a missing closer behind a complete object, several objects or a list between one
+    pair of tags, a code fence, line breaks inside strings, a brace too many, arguments as a JSON text, "parameters" for
+    "arguments", the call inside "function". A cut object is never completed: half a command must not run.
+    """
+    rest: list[str] = []
+    calls: list[ToolCall] = []
+    faults: list[str] = []
+    pos = 0
+    while len(faults) < MAX_FAULTS and (begin := text.find(opener, pos)) >= 0:
+        end, values = _values(text, begin + len(opener))
+        read = [_call(value) for value in values]
+        wrong = [call for call in read if isinstance(call, str)] if read else ["holds no complete JSON object"]
+        if wrong:
+            faults.append(f"Tool call {len(calls) + len(faults) + 1} {wrong[0]}.")
+            end = _end_of_fault(text, begin + len(opener), opener, closer)
+            rest.append(text[pos:end])
+        else:
+            calls += [call for call in read if isinstance(call, ToolCall)]
+            rest.append(text[pos:begin])
+            end += len(closer) * text.startswith(closer, end)
+        pos = end
+    rest.append(text[pos:])
+    left = "\n".join(part.strip() for part in rest if part.strip()) if calls else text
+    return left, tuple(calls), tuple(faults)
+
+
+def _end_of_fault(text: str, pos: int, opener: str, closer: str) -> int:
+    """Where the text of a call that cannot be read ends: behind its closer, else at the next call, else at the end."""
+    following = text.find(opener, pos)
+    stop = len(text) if following < 0 else following
+    close = text.find(closer, pos, stop)
+    return close + len(closer) if close >= 0 else stop
+
+
+def _values(text: str, pos: int) -> tuple[int, list[Any]]:
+    """The JSON objects that follow each other from `pos` on, lists opened, and where they end."""
+    values: list[Any] = []
+    while True:
+        start = _end_of_filler(text, pos)
+        if not text.startswith(("{", "["), start):
+            return start if values else pos, values
+        try:
+            value, pos = _DECODER.raw_decode(text, start)
+        except (ValueError, RecursionError):
+            return start, []
+        values += value if isinstance(value, list) else [value]
+
+
+def _call(value: Any) -> ToolCall | str:
+    """The call that a JSON value describes, or what is wrong with it."""
+    if isinstance(value, dict) and isinstance(value.get("function"), dict):
+        value = value["function"]
+    if not isinstance(value, dict) or not isinstance(value.get("name"), str) or not value["name"]:
+        return 'is no object with a "name"'
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            arguments = _DECODER.decode(arguments)
+        except (ValueError, RecursionError):
+            return 'has "arguments" that are no JSON'
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        return 'has "arguments" that are no object'
+    return ToolCall(characters(value["name"]), _without_surrogates(arguments))
+
+
+def _without_surrogates(arguments: dict[str, Any]) -> dict[str, Any]:
+    """\\ud800 alone is legal in JSON and no character: no file or terminal would take it."""
+    spelled = json.dumps(arguments, ensure_ascii=False)
+    clean = characters(spelled)
+    found: dict[str, Any] = arguments if clean == spelled else json.loads(clean)
+    return found
+
+
+def _end_of_filler(text: str, pos: int) -> int:
+    match = _FILLER.match(text, pos)
+    return match.end() if match else pos
+
+
+def _refuse(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")
+
+
+# strict=False: small models break lines inside strings
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
