@@ -174,8 +174,8 @@ void ds4_logits_free(ds4_logits *l);
 int ds4_session_truncate(ds4_session *s, int64_t pos, ds4_error *err);
 /* The largest q <= pos that truncate and fork accept. */
 int ds4_session_nearest_exact(ds4_session *s, int64_t pos, uint32_t *out, ds4_error *err);
-int ds4_session_fork(ds4_session *s, int64_t pos, ds4_session **out,
-                     ds4_error *err); /* pos -1: where the session stands, with its logits */
+#define DS4_HERE INT64_MIN /* fork: where the session stands, with its logits, also where no other position is exact */
+int ds4_session_fork(ds4_session *s, int64_t pos, ds4_session **out, ds4_error *err);
 int ds4_session_clear(ds4_session *s, ds4_error *err);
 /* Sets pages aside so that `tokens` more positions cannot run out of them, also after truncate and rollback; 0 gives them back. */
 int ds4_session_reserve(ds4_session *s, uint32_t tokens, ds4_error *err);

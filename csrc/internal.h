@@ -168,6 +168,7 @@ struct ds4_engine {
   pthread_mutex_t lock; /* guards the pool, all sessions and marks; never held while computing */
   pthread_cond_t turn;
   struct ds4_waiter *queue; /* calls that compute, first come, first served; the head has its turn */
+  struct ds4_caller *callers;
   _Atomic uint32_t refs;    /* the caller's, one per session, mark and logits */
   _Atomic uint64_t live_logits;
   pid_t pid;

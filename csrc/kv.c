@@ -181,18 +181,12 @@ int ds4_kv_take(ds4_session *s, const ds4_need *need, ds4_error *err) {
   return DS4_OK;
 }
 
-/* Tops the stashes up to what the reserve promises; false when the pool, automatic marks included, has too little. */
-bool ds4_kv_reserve_holds(ds4_session *s) {
-  if (s->reserved_pos <= s->pos) return true;
-  for (uint32_t i = 0; i < s->engine->n_streams; i++)
-    while (s->line[i].n_stash < stream_need(s, i, s->pos, s->reserved_pos, DS4_CHUNK_DEFAULT)) {
-      uint32_t id = ds4_pool_take(s->engine, &s->engine->stream[i]);
-      if (id)
-        stash_push(&s->line[i], &s->engine->stream[i], id);
-      else if (!ds4_mark_drop_automatic(s->engine, s, false))
-        return false;
-    }
-  return true;
+/* Tops the stashes up to what the reserve promises. */
+int ds4_kv_hold_reserve(ds4_session *s, ds4_error *err) {
+  ds4_need need;
+  if (s->reserved_pos <= s->pos) return DS4_OK;
+  ds4_kv_need(s, s->pos, s->pos, DS4_CHUNK_DEFAULT, &need);
+  return ds4_kv_take(s, &need, err);
 }
 
 /* What the stashes hold above the reserve returns to the pool. A truncate into pages that a fork shares can leave the reserve short: then it is topped
@@ -200,7 +194,7 @@ bool ds4_kv_reserve_holds(ds4_session *s) {
 void ds4_kv_give_back(ds4_session *s) {
   if (s->busy || s->settling) return;
   s->settling = true; /* dropping a mark comes back here */
-  while (!ds4_kv_reserve_holds(s)) s->reserved_pos -= ds4_min_u32(DS4_PAGE_ROWS, (uint32_t)(s->reserved_pos - s->pos));
+  while (ds4_kv_hold_reserve(s, NULL)) s->reserved_pos -= ds4_min_u32(DS4_PAGE_ROWS, (uint32_t)(s->reserved_pos - s->pos));
   s->settling = false;
   for (uint32_t i = 0; i < s->engine->n_streams; i++) {
     uint32_t keep = s->reserved_pos > s->pos ? stream_need(s, i, s->pos, s->reserved_pos, DS4_CHUNK_DEFAULT) : 0;
@@ -591,15 +585,13 @@ int ds4_session_fork(ds4_session *s, int64_t pos, ds4_session **out, ds4_error *
   int status = ds4_enter(e, err);
   if (status) return status;
   status = ds4_kv_legal(s, err);
-  if (!status && pos != -1) status = ds4_kv_position(s, pos, pos != s->pos, err);
-  if (!status && !(*out = kv_fork(s, pos == -1 ? s->pos : (uint32_t)pos)))
+  if (!status && pos != DS4_HERE) status = ds4_kv_position(s, pos, pos != s->pos, err);
+  if (!status && !(*out = kv_fork(s, pos == DS4_HERE ? s->pos : (uint32_t)pos)))
     status = ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for a fork; nothing has changed");
-  if (!status && !ds4_kv_reserve_holds(s)) { /* the parent must now copy its last page before it writes */
+  if (!status && (status = ds4_kv_hold_reserve(s, err))) { /* the parent must now copy its last page before it writes */
     ds4_kv_session_drop(*out);
     *out = NULL;
     ds4_engine_release(e);
-    status = ds4_fail(err, DS4_EPOOL, 0, (int64_t)ds4_pool_free_bytes(e),
-                      "the page pool is full: a fork needs more pages to keep this session's reserve; lower the reserve, or fork first");
   }
   ds4_kv_give_back(s);
   ds4_leave(e);
@@ -668,10 +660,8 @@ int ds4_session_reserve(ds4_session *s, uint32_t tokens, ds4_error *err) {
                       (unsigned long long)s->pos + tokens, s->ctx);
   if (!status) {
     uint64_t before = s->reserved_pos;
-    ds4_need need;
     s->reserved_pos = tokens ? (uint64_t)s->pos + tokens : 0;
-    ds4_kv_need(s, s->pos, s->pos, DS4_CHUNK_DEFAULT, &need);
-    if ((status = ds4_kv_take(s, &need, err))) s->reserved_pos = before;
+    if ((status = ds4_kv_hold_reserve(s, err))) s->reserved_pos = before;
   }
   ds4_kv_give_back(s);
   ds4_leave(s->engine);

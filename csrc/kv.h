@@ -22,7 +22,7 @@ static inline uint32_t ds4_entry(const ds4_timeline *l, uint32_t page) {
 static inline uint32_t ds4_window_page(const ds4_stream *st, uint64_t pos, uint64_t rows) {
   return (uint32_t)((pos > rows ? pos - rows : 0) / st->layout.page_rows);
 }
-bool ds4_kv_reserve_holds(ds4_session *s);
+int ds4_kv_hold_reserve(ds4_session *s, ds4_error *err);
 void ds4_entry_release(ds4_session *s, uint32_t stream, uint32_t page);
 
 /* mark.c */

@@ -142,17 +142,12 @@ int ds4_session_mark(ds4_session *s, ds4_mark **out, ds4_error *err) {
   status = ds4_kv_legal(s, err);
   if (!status && !(*out = ds4_mark_new(s, s->pos, false, false)))
     status = ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for a mark; nothing has changed");
-  bool full = !status && !ds4_kv_reserve_holds(s); /* the pages that the mark keeps do not come back to the reserve */
-  if (full) {
+  if (!status && (status = ds4_kv_hold_reserve(s, err))) { /* the pages that the mark keeps do not come back to the reserve */
     ds4_mark_kill(*out);
     s->engine->pool.marks--;
     free(*out);
     *out = NULL;
     ds4_engine_release(s->engine);
-    status = ds4_fail(err, DS4_EPOOL, (int64_t)s->engine->mark_bytes, (int64_t)ds4_pool_free_bytes(s->engine),
-                      "the page pool is full: a mark needs %llu more bytes to keep this session's reserve, %llu are free; lower the "
-                      "reserve, or mark first",
-                      (unsigned long long)s->engine->mark_bytes, (unsigned long long)ds4_pool_free_bytes(s->engine));
   }
   if (!status && s->logits) {
     atomic_fetch_add(&s->logits->refs, 1);

@@ -38,8 +38,13 @@ int ds4_kv_legal(const ds4_session *s, ds4_error *err) {
 
 typedef struct ds4_waiter {
   struct ds4_waiter *next;
-  pthread_t thread;
 } ds4_waiter;
+
+/* A call in progress, for as long as it takes: a progress callback of it must not compute on the same engine. */
+typedef struct ds4_caller {
+  struct ds4_caller *next;
+  pthread_t thread;
+} ds4_caller;
 
 static uint64_t now_ms(void) {
   struct timespec t;
@@ -98,9 +103,6 @@ int ds4_op(ds4_run *r) {
 }
 
 static int call_failed(int status, ds4_error *err) {
-  if (status == DS4_EBUSY)
-    return ds4_fail(err, status, 0, 0,
-                    "a progress callback cannot compute on the engine that calls it; do that when the call has returned");
   if (status == DS4_ECANCELLED) return ds4_fail(err, status, 0, 0, "cancelled; the session stands at the last whole chunk");
   if (status == DS4_EDEVICE)
     return ds4_fail(err, status, 0, 0,
@@ -113,10 +115,9 @@ static int call_failed(int status, ds4_error *err) {
 static int turn_begin(call *c, ds4_waiter *me) {
   ds4_engine *e = c->e;
   ds4_waiter **at = &e->queue;
-  *me = (ds4_waiter){.thread = pthread_self()};
-  for (; *at; at = &(*at)->next)
-    if (pthread_equal((*at)->thread, me->thread)) return DS4_EBUSY; /* from a progress callback: it would wait for itself */
+  while (*at) at = &(*at)->next;
   *at = me;
+  me->next = NULL;
   while (e->queue != me) {
     struct timespec until;
     clock_gettime(CLOCK_REALTIME, &until);
@@ -339,8 +340,35 @@ static uint32_t session_chunk(const ds4_session *s, uint32_t chunk) {
   return s->reserved_pos > s->pos ? ds4_min_u32(chunk, DS4_CHUNK_DEFAULT) : chunk;
 }
 
+static int caller_enter(ds4_engine *e, ds4_caller *me, ds4_error *err) {
+  *me = (ds4_caller){.next = e->callers, .thread = pthread_self()};
+  for (const ds4_caller *other = e->callers; other; other = other->next)
+    if (pthread_equal(other->thread, me->thread))
+      return ds4_fail(err, DS4_EBUSY, 0, 0,
+                      "a progress callback cannot compute on the engine that calls it; do that when the call has returned");
+  e->callers = me;
+  return DS4_OK;
+}
+
+static void caller_leave(ds4_engine *e, ds4_caller *me) {
+  ds4_caller **at = &e->callers;
+  while (*at != me) at = &(*at)->next;
+  *at = me->next;
+}
+
+static int call_rounds(call *c, ds4_error *err);
+
 /* All rounds of the jobs. Lock held on entry and exit, sessions BUSY with their pages taken. */
 static int call_run(call *c, ds4_error *err) {
+  ds4_caller me;
+  int status = caller_enter(c->e, &me, err);
+  if (status) return status;
+  status = call_rounds(c, err);
+  caller_leave(c->e, &me);
+  return status;
+}
+
+static int call_rounds(call *c, ds4_error *err) {
   ds4_engine *e = c->e;
   for (uint32_t i = 0; i < c->n_jobs; i++) c->total += c->jobs[i].n;
   c->parts = ds4_alloc(e, c->n_jobs * (sizeof *c->parts + e->n_streams * sizeof *c->views));
@@ -456,6 +484,11 @@ static int score_first(ds4_segment *g, ds4_progress progress, void *user, ds4_er
   return ds4_fail(err, DS4_ENONFINITE, 0, 0, "a logit is not a finite number: the weights are damaged or do not fit this architecture");
 }
 
+static void segments_position(const ds4_engine *e, ds4_segment *g, uint32_t n) {
+  for (uint32_t i = 0; i < n; i++)
+    if (g[i].session && g[i].session->engine == e) g[i].pos = g[i].session->pos;
+}
+
 /* Counts what must be released once the lock is gone. */
 static int eval_locked(ds4_engine *e, ds4_segment *g, uint32_t n, job *jobs, uint32_t chunk, ds4_progress progress, void *user,
                        uint32_t *freed, ds4_error *err) {
@@ -478,8 +511,7 @@ static int eval_locked(ds4_engine *e, ds4_segment *g, uint32_t n, job *jobs, uin
       jobs[c.n_jobs++] =
           (job){.s = g[i].session, .tokens = g[i].tokens, .n = g[i].n, .from = g[i].session->pos, .want = g[i].want, .out = g[i].out};
   if (!status && c.n_jobs) status = call_run(&c, err);
-  for (uint32_t i = 0; i < n; i++)
-    if (g[i].session && g[i].session->engine == e) g[i].pos = g[i].session->pos;
+  segments_position(e, g, n);
   while (taken--) *freed += ds4_kv_end(g[taken].session);
   return status;
 }
@@ -488,6 +520,7 @@ int ds4_eval(ds4_engine *e, ds4_segment *segments, uint32_t n, uint32_t chunk, d
   uint32_t freed = 0;
   int status = ds4_enter(e, err);
   if (status) return status;
+  segments_position(e, segments, n);
   job *jobs = ds4_alloc(e, (uint64_t)(n ? n : 1) * sizeof *jobs);
   if (jobs)
     status = eval_locked(e, segments, n, jobs, chunk, progress, user, &freed, err);

@@ -3,11 +3,11 @@
  * Work is a number of items that are taken one by one; which thread takes which decides nothing but speed. The calling thread works too and
  * serves the poll between its items. Idle threads spin for a moment, then sleep. */
 #if defined(__linux__)
-#define _GNU_SOURCE
-#include <sched.h>
+#define _GNU_SOURCE /* for the affinity mask */
 #endif
 #include "internal.h"
 
+#include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>

@@ -24,13 +24,16 @@ import numpy.typing as npt
 from . import families, files, models, sampling
 from . import tokenizer as tokenizers
 from .core import Progress, check, ffi, lib
-from .errors import ArgumentError, Ds4Error, PoolFull, UnsupportedError
+from .errors import ArgumentError, Ds4Error, ForkedError, PoolFull, UnsupportedError
 
 ProgressCallback = Callable[[int, int], Any]
 Tokens = Iterable[int] | npt.NDArray[np.int32]
 
 _FORMATS = {"F32": lib.DS4_F32, "F16": lib.DS4_F16, "BF16": lib.DS4_BF16, "Q4_1": lib.DS4_Q4_1, "Q8_0": lib.DS4_Q8_0}
 _STATES = {lib.DS4_EMPTY: "EMPTY", lib.DS4_LIVE: "LIVE", lib.DS4_BUSY: "BUSY", lib.DS4_POISONED: "POISONED"}
+
+
+_HERE = -(2**63)  # DS4_HERE
 
 
 def _token_array(tokens: Tokens) -> npt.NDArray[np.int32]:
@@ -288,7 +291,7 @@ class _Segment:
 
 def _eval(engine: Engine, segments: Sequence[_Segment], chunk: int | None, progress: ProgressCallback | None) -> None:
     err, array = ffi.new("ds4_error *"), ffi.new("ds4_segment[]", max(1, len(segments)))
-    keep = []
+    keep: list[Any] = []
     for segment, to in zip(segments, array, strict=False):
         if segment.session.engine is not engine:
             raise ArgumentError("every session of a batch must belong to this engine.")
@@ -299,18 +302,18 @@ def _eval(engine: Engine, segments: Sequence[_Segment], chunk: int | None, progr
         if segment.out is not None:
             keep.append(ffi.from_buffer("float[]", segment.out, require_writable=True))
             to.out = keep[-1]
-    state = Progress(progress)
+    state, size = Progress(progress), _count("chunk", chunk)
     try:
-        status = lib.ds4_eval(
-            engine._handle(), array, len(segments), _count("chunk", chunk), lib.ds4_py_progress, state.handle, err
-        )
+        status = lib.ds4_eval(engine._handle(), array, len(segments), size, lib.ds4_py_progress, state.handle, err)
         state.done()
         check(status, err)
-    except BaseException as error:
-        if isinstance(error, Ds4Error):
+    except Ds4Error as error:
+        if not isinstance(error, ForkedError):
             error.positions = [int(array[i].pos) for i in range(len(segments))]
-            error.pos = error.positions[0] if len(error.positions) == 1 else None
+            error.pos = error.positions[0] if len(segments) == 1 else None
         raise
+    finally:
+        keep.clear()  # an exception that somebody keeps must not keep the session
 
 
 class Session(_Closing):
@@ -489,9 +492,7 @@ class Session(_Closing):
         """A new session that shares this one's pages up to `pos` (default: all, with the logits), copy on write.
         Raises like `truncate`."""
         err, out = ffi.new("ds4_error *"), ffi.new("ds4_session **")
-        target = -1 if pos is None else _position(pos)
-        if pos is not None and target < 0:
-            target = -(2**62)  # -1 has a meaning of its own in C
+        target = _HERE if pos is None else _position(pos)
         check(lib.ds4_session_fork(self._handle(), target, out, err), err)
         return Session(self.engine, out[0])
 
@@ -525,8 +526,8 @@ class Session(_Closing):
         check(lib.ds4_session_clear(self._handle(), err), err)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the session to one file, durably: after it the file is the complete new snapshot, after an error the
-        old file is untouched (K9)."""
+        """Writes the session to one file, durably (K9). After an error the old file is untouched, unless only the last
+        step failed, making the new name durable: then the whole new file is there."""
         err = ffi.new("ds4_error *")
         check(lib.ds4_session_save(self._handle(), os.fsencode(path), err), err)
 
@@ -570,7 +571,7 @@ class _PositionOnError:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, Ds4Error) and self.session._handle.open:
+        if isinstance(error, Ds4Error) and not isinstance(error, ForkedError) and self.session._handle.open:
             error.pos = self.session.pos
 
 
