@@ -50,7 +50,7 @@ int main(void) {
   ds4_segment prompt = {.session = live, .tokens = tokens, .n = 80, .want = DS4_WANT_LAST};
   CHECK(ds4_eval(engine, &prompt, 1, 0, NULL, NULL, &err)); /* 80 tokens, in one chunk */
   CHECK(ds4_session_logits(live, &before, &err));
-  CHECK(ds4_session_fork(live, -1, &fork, &err)); /* shares every page */
+  CHECK(ds4_session_fork(live, DS4_HERE, &fork, &err)); /* shares every page */
 
   ds4_segment more = {.session = live, .tokens = tokens + 80, .n = 20, .want = DS4_WANT_NONE};
   CHECK(ds4_eval(engine, &more, 1, 7, NULL, NULL, &err)); /* 20 more, 7 at a time */
