@@ -17,6 +17,7 @@
 #define DS4_QUANT_BLOCK 32u    /* weights and activations of the integer formats */
 #define DS4_STREAM_PARTS 2
 
+enum ds4_glu_kind { DS4_SILU = 0, DS4_GELU = 1 };                                          /* GELU: the tanh form */
 enum ds4_kv_type { DS4_KV_F32 = 0, DS4_KV_F16 = 1, DS4_KV_Q8_0 = 2, DS4_KV_ENGINE = 255 }; /* 255: what the engine's kv_dtype says */
 
 /* One part (K or V) of a row: `heads` vectors of `width` numbers.
@@ -107,8 +108,13 @@ typedef struct ds4_ops {
   int (*rows_read)(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, uint32_t n,
                    float *out);
   int (*attend)(ds4_backend *b, const ds4_attend *a);
-  int (*swiglu)(ds4_backend *b, const float *gate, const float *up, uint64_t n, float *out); /* silu(gate) * up */
-  int (*add)(ds4_backend *b, float *x, const float *y, uint64_t n);                          /* x += y */
+  int (*glu)(ds4_backend *b, int kind, const float *gate, const float *up, uint64_t n, float *out); /* kind(gate) * up */
+  int (*add)(ds4_backend *b, float *x, const float *y, uint64_t n);                                 /* x += y */
+  int (*scale)(ds4_backend *b, float *x, float factor, uint64_t n);                                 /* x *= factor */
+  int (*clear)(ds4_backend *b, float *x, uint64_t n);                                               /* x = 0 */
+  int (*gather)(ds4_backend *b, const float *x, const uint32_t *row, uint32_t n, uint32_t width, float *out);
+  /* out[row[i]] += weight[i] * x[i], one fused multiply-add a number; no row comes twice. row and weight are memory of the host */
+  int (*scatter_add)(ds4_backend *b, const float *x, const uint32_t *row, const float *weight, uint32_t n, uint32_t width, float *out);
 } ds4_ops;
 
 extern const ds4_ops ds4_ref_ops, ds4_cpu_ops;

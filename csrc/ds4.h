@@ -12,8 +12,8 @@
  * computes one call at a time; further calls wait in order of arrival and may enter between the chunks of a longer one.
  *
  * The contract (K1-K10) is written out in docs/contract.md; kv.c states the invariants that keep it. */
-#ifndef DS4_H
-#define DS4_H
+#ifndef DS4_PUBLIC_H
+#define DS4_PUBLIC_H
 
 #include <stddef.h>
 #include <stdint.h>

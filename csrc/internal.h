@@ -152,14 +152,22 @@ typedef struct ds4_run {
 } ds4_run;
 int ds4_op(ds4_run *r); /* before every op: cancel, progress, failure injection */
 
+/* cos and sin of every position that was used so far, [positions][half][2]. */
+typedef struct ds4_rope {
+  float *table;
+  double *freqs, scale; /* [half] radians per position */
+  uint32_t half, positions;
+} ds4_rope;
+#define DS4_ROPES 2
+
 typedef struct ds4_arch {
   const char *name;
   int (*setup)(ds4_engine *e, ds4_error *err); /* reads the settings, declares streams, tensors, buffers */
-  int (*bind)(ds4_engine *e, ds4_error *err);  /* finds its tensors, when all are there */
+  void (*bind)(ds4_engine *e);                 /* finds its tensors, when all are there */
   int (*forward)(ds4_run *r);                  /* leaves the residual stream of the last layer in buffer[0] */
   int (*head)(ds4_engine *e, const float *x, uint32_t n, float *scratch, float *logits); /* [n][width] -> [n][vocab] */
 } ds4_arch;
-extern const ds4_arch ds4_llama;
+extern const ds4_arch ds4_llama, ds4_qwen3, ds4_gemma3;
 
 enum ds4_phase { DS4_BUILDING, DS4_DECLARED, DS4_READY, DS4_BROKEN };
 #define DS4_MAX_BUFFERS 12
@@ -184,13 +192,11 @@ struct ds4_engine {
   void *model; /* the architecture's own struct, one block */
   uint32_t vocab, ctx, width, n_layers, reach_slack;
   uint32_t kv_type;
-  float *rope; /* [rope_positions][half][2] */
-  double *rope_freqs;
-  double rope_scale;
-  uint32_t rope_half, rope_positions;
+  ds4_rope rope[DS4_ROPES];
 
   uint32_t buffer_width[DS4_MAX_BUFFERS], n_buffers, buffer_tokens;
   float *buffer[DS4_MAX_BUFFERS];
+  uint32_t scratch_width, *scratch;           /* memory of the host for the architecture, [buffer_tokens][scratch_width] */
   float *head_x, *head_scratch, *head_logits; /* [head_rows][width] twice, [head_rows][vocab] */
   uint32_t head_rows;
   int32_t *ids;                     /* the batch of the round, [buffer_tokens] each */
@@ -211,10 +217,15 @@ void ds4_engine_hold(ds4_engine *e);
 void ds4_engine_release(ds4_engine *e); /* the last one frees it; not with the lock held */
 bool ds4_setting_number(ds4_engine *e, const char *key, double *out);
 int ds4_setting_u32(ds4_engine *e, const char *key, uint32_t min, uint32_t max, uint32_t *out, ds4_error *err);
-int ds4_setting_freqs(ds4_engine *e, uint32_t half, ds4_error *err); /* rope_freqs, or from rope_base; rope_scale */
+/* RoPE table `index` from the settings NAME_freqs, or NAME_base; and NAME_scale. */
+int ds4_setting_freqs(ds4_engine *e, uint32_t index, const char *name, uint32_t half, ds4_error *err);
+const double *ds4_setting_array(ds4_engine *e, const char *key, uint64_t *n); /* NULL: not given */
 uint32_t ds4_declare_buffer(ds4_engine *e, uint32_t width);
 int ds4_declare_tensor(ds4_engine *e, const char *name, uint64_t rows, uint64_t cols, bool vector, bool optional, ds4_error *err);
 ds4_tensor *ds4_find_tensor(ds4_engine *e, const char *name);
+/* `layers.L.experts.X.part` */
+int ds4_declare_expert(ds4_engine *e, uint32_t layer, uint32_t expert, const char *part, uint64_t rows, uint64_t cols, ds4_error *err);
+ds4_tensor *ds4_find_expert(ds4_engine *e, uint32_t layer, uint32_t expert, const char *part);
 int ds4_declare_stream(ds4_engine *e, const char *name, uint32_t n_layers, uint32_t stride, uint32_t reach, uint32_t n_parts,
                        const ds4_part *parts, ds4_error *err);
 int ds4_rope_grow(ds4_engine *e, uint32_t positions, ds4_error *err);

@@ -8,7 +8,7 @@
 #include "formats.h"
 #include "kv.h"
 
-static const ds4_arch *const architectures[] = {&ds4_llama};
+static const ds4_arch *const architectures[] = {&ds4_llama, &ds4_qwen3, &ds4_gemma3};
 static const ds4_ops *const backends[] = {&ds4_ref_ops, &ds4_cpu_ops};
 #define COUNT(a) (sizeof(a) / sizeof *(a))
 
@@ -45,7 +45,7 @@ int ds4_engine_new(const char *arch, const char *backend, int32_t threads, ds4_e
     if (!strcmp(architectures[i]->name, arch)) a = architectures[i];
   for (size_t i = 0; i < COUNT(backends); i++)
     if (!strcmp(backends[i]->name, backend)) ops = backends[i];
-  if (!a) return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "architecture '%.60s' is not known; this version has llama", arch);
+  if (!a) return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "architecture '%.60s' is not known; this version has llama, qwen3 and gemma3", arch);
   if (!ops) return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "backend '%.60s' is not known; this version has cpu and ref", backend);
   if (threads < 0 || threads > 256)
     return ds4_fail(err, DS4_EINVAL, threads, 256, "threads is %d; 0 (all CPUs this process may use) to 256 are possible", threads);
@@ -79,7 +79,9 @@ static void buffers_free(ds4_engine *e) {
     e->buffer[i] = NULL;
   }
   free(e->ids);
+  free(e->scratch);
   e->ids = NULL;
+  e->scratch = NULL;
   e->buffer_tokens = 0;
 }
 
@@ -97,7 +99,7 @@ void ds4_engine_release(ds4_engine *e) {
     ds4_pool_destroy(e);
     buffers_free(e);
     head_free(e);
-    floats_free(e, e->rope, (uint64_t)e->rope_positions * e->rope_half * 2);
+    for (int i = 0; i < DS4_ROPES; i++) floats_free(e, e->rope[i].table, (uint64_t)e->rope[i].positions * e->rope[i].half * 2);
     for (uint32_t i = 0; i < e->n_tensors; i++) {
       if (e->tensors[i].weight) e->ops->weight_free(e->backend, e->tensors[i].weight);
       floats_free(e, e->tensors[i].values, e->tensors[i].cols);
@@ -111,7 +113,7 @@ void ds4_engine_release(ds4_engine *e) {
   }
   free(e->tensors);
   free(e->model);
-  free(e->rope_freqs);
+  for (int i = 0; i < DS4_ROPES; i++) free(e->rope[i].freqs);
   pthread_cond_destroy(&e->turn);
   pthread_mutex_destroy(&e->lock);
   free(e);
@@ -168,21 +170,32 @@ int ds4_setting_u32(ds4_engine *e, const char *key, uint32_t min, uint32_t max, 
   return DS4_OK;
 }
 
-int ds4_setting_freqs(ds4_engine *e, uint32_t half, ds4_error *err) {
-  ds4_setting *s = find_setting(e, "rope_freqs");
+const double *ds4_setting_array(ds4_engine *e, const char *key, uint64_t *n) {
+  ds4_setting *s = find_setting(e, key);
+  if (!s) return NULL;
+  s->read = true;
+  *n = s->n;
+  return s->values;
+}
+
+int ds4_setting_freqs(ds4_engine *e, uint32_t index, const char *name, uint32_t half, ds4_error *err) {
+  char freqs[32], base_key[32], scale[32];
+  snprintf(freqs, sizeof freqs, "%s_freqs", name);
+  snprintf(base_key, sizeof base_key, "%s_base", name);
+  snprintf(scale, sizeof scale, "%s_scale", name);
+  ds4_rope *rope = &e->rope[index];
+  uint64_t n = 0;
   double base = 0;
-  e->rope_half = half;
-  e->rope_scale = 1.0;
-  e->rope_freqs = calloc(half, sizeof *e->rope_freqs);
-  if (!e->rope_freqs) return ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for the RoPE frequencies");
-  ds4_setting_number(e, "rope_scale", &e->rope_scale);
-  if (!s && (!ds4_setting_number(e, "rope_base", &base) || base <= 0))
-    return ds4_fail(err, DS4_EINVAL, 0, 0, "setting 'rope_base' or 'rope_freqs' is missing");
-  if (s && s->n != half)
-    return ds4_fail(err, DS4_EINVAL, (int64_t)s->n, half, "setting 'rope_freqs' has %llu numbers, the head size needs %u",
-                    (unsigned long long)s->n, half);
-  for (uint32_t i = 0; i < half; i++) e->rope_freqs[i] = s ? s->values[i] : pow(base, -2.0 * i / (2.0 * half));
-  if (s) s->read = true;
+  *rope = (ds4_rope){.half = half, .scale = 1.0, .freqs = calloc(half, sizeof *rope->freqs)};
+  if (!rope->freqs) return ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for the RoPE frequencies");
+  const double *given = ds4_setting_array(e, freqs, &n);
+  ds4_setting_number(e, scale, &rope->scale);
+  if (!given && (!ds4_setting_number(e, base_key, &base) || base <= 0))
+    return ds4_fail(err, DS4_EINVAL, 0, 0, "setting '%s' or '%s' is missing", base_key, freqs);
+  if (given && n != half)
+    return ds4_fail(err, DS4_EINVAL, (int64_t)n, half, "setting '%s' has %llu numbers, the head size needs %u", freqs,
+                    (unsigned long long)n, half);
+  for (uint32_t i = 0; i < half; i++) rope->freqs[i] = given ? given[i] : pow(base, -2.0 * i / (2.0 * half));
   return DS4_OK;
 }
 
@@ -220,6 +233,22 @@ ds4_tensor *ds4_find_tensor(ds4_engine *e, const char *name) {
     return &e->tensors[k];
   }
   return NULL;
+}
+
+static void expert_name(char *out, size_t size, uint32_t layer, uint32_t expert, const char *part) {
+  snprintf(out, size, "layers.%u.experts.%u.%s", layer, expert, part);
+}
+
+int ds4_declare_expert(ds4_engine *e, uint32_t layer, uint32_t expert, const char *part, uint64_t rows, uint64_t cols, ds4_error *err) {
+  char name[sizeof((ds4_tensor *)0)->name];
+  expert_name(name, sizeof name, layer, expert, part);
+  return ds4_declare_tensor(e, name, rows, cols, false, false, err);
+}
+
+ds4_tensor *ds4_find_expert(ds4_engine *e, uint32_t layer, uint32_t expert, const char *part) {
+  char name[sizeof((ds4_tensor *)0)->name];
+  expert_name(name, sizeof name, layer, expert, part);
+  return ds4_find_tensor(e, name);
 }
 
 int ds4_declare_stream(ds4_engine *e, const char *name, uint32_t n_layers, uint32_t stride, uint32_t reach, uint32_t n_parts,
@@ -349,7 +378,7 @@ int ds4_engine_ready(ds4_engine *e, const char *kv_dtype, uint64_t pool_tokens, 
   if (pool_tokens > 1ull << 32 || pool_bytes > 1ull << 50)
     return ds4_fail(err, DS4_EINVAL, (int64_t)pool_tokens, (int64_t)pool_bytes, "the pool is larger than memory can be");
   e->pool.budget = pool_bytes ? pool_bytes : pool_tokens ? pool_bytes_for(e, pool_tokens) : ds4_usable_memory() / 2;
-  if ((status = e->arch->bind(e, err))) return status;
+  e->arch->bind(e);
   memcpy(e->identity, identity, sizeof e->identity);
   e->phase = DS4_READY;
   return DS4_OK;
@@ -360,7 +389,8 @@ int ds4_buffers_grow(ds4_engine *e, uint32_t tokens, uint32_t head_rows, ds4_err
   if (tokens > e->buffer_tokens) {
     buffers_free(e);
     e->ids = ds4_alloc(e, (uint64_t)tokens * 6 * sizeof *e->ids);
-    bool ok = e->ids != NULL;
+    e->scratch = ds4_alloc(e, (uint64_t)tokens * e->scratch_width * sizeof *e->scratch);
+    bool ok = e->ids && e->scratch;
     e->buffer_tokens = tokens;
     for (uint32_t i = 0; ok && i < e->n_buffers; i++)
       ok = !ds4_fault_hit(&e->faults, DS4_FAULT_ALLOC) &&
@@ -387,22 +417,21 @@ int ds4_buffers_grow(ds4_engine *e, uint32_t tokens, uint32_t head_rows, ds4_err
   return DS4_OK;
 }
 
-/* The RoPE table [position][pair][cos, sin], in float64 and rounded once. It grows with the positions that are really used. */
-int ds4_rope_grow(ds4_engine *e, uint32_t positions, ds4_error *err) {
-  if (positions <= e->rope_positions || !e->rope_half) return DS4_OK;
-  uint32_t grown = ds4_min_u32(e->ctx, ds4_max_u32(1024, ds4_max_u32(positions, e->rope_positions * 2)));
-  uint64_t half = e->rope_half, old = (uint64_t)e->rope_positions * half * 2, all = (uint64_t)grown * half * 2;
+/* In float64 and rounded once. */
+static int rope_grow(ds4_engine *e, ds4_rope *rope, uint32_t positions, ds4_error *err) {
+  uint32_t grown = ds4_min_u32(e->ctx, ds4_max_u32(1024, ds4_max_u32(positions, rope->positions * 2)));
+  uint64_t half = rope->half, old = (uint64_t)rope->positions * half * 2, all = (uint64_t)grown * half * 2;
   float *host = malloc((all - old) * sizeof *host);
   float *table = ds4_fault_hit(&e->faults, DS4_FAULT_ALLOC) ? NULL : e->ops->mem_alloc(e->backend, all * sizeof *table);
   int status =
       host && table ? DS4_OK : ds4_fail(err, DS4_ENOMEM, grown, 0, "the system refused memory for the RoPE table of %u positions", grown);
-  for (uint64_t p = e->rope_positions; !status && p < grown; p++)
+  for (uint64_t p = rope->positions; !status && p < grown; p++)
     for (uint64_t i = 0; i < half; i++) {
-      float *cs = host + ((p - e->rope_positions) * half + i) * 2;
-      cs[0] = (float)(cos((double)p * e->rope_freqs[i]) * e->rope_scale);
-      cs[1] = (float)(sin((double)p * e->rope_freqs[i]) * e->rope_scale);
+      float *cs = host + ((p - rope->positions) * half + i) * 2;
+      cs[0] = (float)(cos((double)p * rope->freqs[i]) * rope->scale);
+      cs[1] = (float)(sin((double)p * rope->freqs[i]) * rope->scale);
     }
-  if (!status && old) status = e->ops->copy(e->backend, table, e->rope, old * sizeof *table);
+  if (!status && old) status = e->ops->copy(e->backend, table, rope->table, old * sizeof *table);
   if (!status) status = e->ops->copy_in(e->backend, table + old, host, (all - old) * sizeof *table);
   if (!status) status = e->ops->wait(e->backend);
   free(host);
@@ -410,10 +439,18 @@ int ds4_rope_grow(ds4_engine *e, uint32_t positions, ds4_error *err) {
     floats_free(e, table, all);
     return status;
   }
-  floats_free(e, e->rope, old);
-  e->rope = table;
-  e->rope_positions = grown;
+  floats_free(e, rope->table, old);
+  rope->table = table;
+  rope->positions = grown;
   return DS4_OK;
+}
+
+/* The tables grow with the positions that are really used. */
+int ds4_rope_grow(ds4_engine *e, uint32_t positions, ds4_error *err) {
+  int status = DS4_OK;
+  for (int i = 0; !status && i < DS4_ROPES; i++)
+    if (e->rope[i].half && positions > e->rope[i].positions) status = rope_grow(e, &e->rope[i], positions, err);
+  return status;
 }
 
 /* ---- what an engine says of itself ---------------------------------------------------------------------------------------------------- */

@@ -73,6 +73,11 @@ static inline float ds4_exp(float x) {
 
 static inline float ds4_silu(float x) { return x / (1.0f + ds4_exp(-x)); }
 
+/* GELU in its tanh form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), which is x / (1 + exp(-2 sqrt(2/pi) (x + 0.044715 x^3))). */
+#define DS4_GELU_C1 0x1.988454p+0f /* 2 sqrt(2/pi) */
+#define DS4_GELU_C3 0x1.2444f2p-4f /* 0.044715 times that */
+static inline float ds4_gelu(float x) { return x / (1.0f + ds4_exp(-(x * fmaf(x * x, DS4_GELU_C3, DS4_GELU_C1)))); }
+
 /* The fixed tree of a reduction over 16 lanes. */
 static inline float ds4_lane_sum(const float lane[16]) {
   float a[16];

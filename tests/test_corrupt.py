@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from corrupt import make
+from corrupt import families, make
 
 ROOT = Path(__file__).resolve().parent.parent
 CORPUS = ROOT / "tests" / "corrupt"
+CASES = make.CASES | families.CASES
 MEMORY_MB = 256
 SECONDS = 2.0
 
@@ -41,13 +42,13 @@ def open_all(paths: list[str], megabytes: int = MEMORY_MB) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def results():
-    names = [name for name in make.CASES if not name.startswith("tokenizer/") or not needs_tokenizer.args[0]]
+    names = [name for name in CASES if not name.startswith("tokenizer/") or not needs_tokenizer.args[0]]
     return open_all([str(CORPUS / name) for name in names])
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=needs_tokenizer if name.startswith("tokenizer/") else ()) for name in make.CASES],
+    [pytest.param(name, marks=needs_tokenizer if name.startswith("tokenizer/") else ()) for name in CASES],
 )
 def test_refused_by_name(name, results):
     path = str(CORPUS / name)
@@ -55,14 +56,15 @@ def test_refused_by_name(name, results):
     assert result["error"] == "Ds4Error", f"{name}: {result['error']}: {result['message']}"
     assert result["message"].startswith(path), f"the message does not begin with the file: {result['message']}"
     message = result["message"].replace(path, "")  # the case's own name must not pass for the fault
-    assert make.CASES[name][1] in message, f"{name} says: {message}"
+    assert CASES[name][1] in message, f"{name} says: {message}"
     assert message.isprintable() and message.endswith((".", ".gguf'")) and len(message) < 600
     assert result["seconds"] < SECONDS
 
 
 def test_committed_files_are_what_make_writes(tmp_path):
     make.write(tmp_path)
-    for folder in sorted({name.split("/")[0] for name in make.CASES}):
+    make.write(tmp_path, families.CASES)
+    for folder in sorted({name.split("/")[0] for name in CASES}):
         fresh = {p.relative_to(tmp_path): p.read_bytes() for p in (tmp_path / folder).rglob("*") if p.is_file()}
         held = {p.relative_to(CORPUS): p.read_bytes() for p in (CORPUS / folder).rglob("*") if p.is_file()}
         assert held.keys() == fresh.keys()
@@ -71,11 +73,21 @@ def test_committed_files_are_what_make_writes(tmp_path):
 
 def test_the_model_without_a_fault_is_accepted(tmp_path):
     """Otherwise the cases above could be refused for another reason than their fault."""
-    (tmp_path / "good.gguf").write_bytes(make.Gguf().bytes())
-    for name, raw in make.folder().items():
-        (tmp_path / name).write_bytes(raw)
-    for path in (tmp_path / "good.gguf", tmp_path):
-        assert open_all([str(path)])[str(path)]["message"] == "passed fingerprint"
+    models = {"llama": make.Gguf(), "moe": families.moe(), "gemma": families.gemma()}
+    for name, model in models.items():
+        (tmp_path / f"{name}.gguf").write_bytes(model.bytes())
+    paths = [tmp_path / f"{name}.gguf" for name in models]
+    for family, config, weights in (
+        ("llama", make.CONFIG, make.hf_weights()),
+        ("qwen3_moe", families.config(families.QWEN3_MOE), families.moe_weights()),
+        ("gemma3", families.config(families.GEMMA3), families.gemma_weights()),
+    ):
+        paths.append(tmp_path / family)
+        paths[-1].mkdir()
+        for name, raw in make.folder(config, model_safetensors=weights).items():
+            (paths[-1] / name).write_bytes(raw)
+    for path, result in open_all([str(path) for path in paths]).items():
+        assert result["message"] == "passed fingerprint", path
 
 
 @needs_tokenizer

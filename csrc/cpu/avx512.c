@@ -91,7 +91,7 @@ static inline __attribute__((always_inline)) void dot_q4_1(const uint8_t *w, con
 
 #include "kernels.inc.h"
 
-const ds4_kernels ds4_kernels_avx512 = {"avx512", k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_swiglu, k_attend};
+const ds4_kernels ds4_kernels_avx512 = {"avx512", k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu, k_attend};
 
 #if defined(__clang__)
 #pragma clang attribute pop

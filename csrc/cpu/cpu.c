@@ -322,6 +322,7 @@ typedef struct elements {
   const float *x, *y;
   float *out;
   uint64_t n;
+  int kind;
 } elements;
 
 #define ELEMENTS_PER_ITEM 16384u
@@ -331,11 +332,11 @@ static uint64_t elements_of(const elements *c, uint32_t item) {
   return c->n - from < ELEMENTS_PER_ITEM ? c->n - from : ELEMENTS_PER_ITEM;
 }
 
-static void swiglu_item(void *ctx, uint32_t item, uint32_t thread) {
+static void glu_item(void *ctx, uint32_t item, uint32_t thread) {
   const elements *c = ctx;
   uint64_t from = (uint64_t)item * ELEMENTS_PER_ITEM;
   (void)thread;
-  c->b->k->swiglu(c->x + from, c->y + from, elements_of(c, item), c->out + from);
+  c->b->k->glu(c->kind, c->x + from, c->y + from, elements_of(c, item), c->out + from);
 }
 
 static void add_item(void *ctx, uint32_t item, uint32_t thread) {
@@ -350,9 +351,9 @@ static int each_element(elements *c, ds4_work work) {
   return run(c->b, (uint32_t)((c->n + ELEMENTS_PER_ITEM - 1) / ELEMENTS_PER_ITEM), work, c);
 }
 
-static int cpu_swiglu(ds4_backend *b, const float *gate, const float *up, uint64_t n, float *out) {
-  elements c = {.b = b, .x = gate, .y = up, .out = out, .n = n};
-  return each_element(&c, swiglu_item);
+static int cpu_glu(ds4_backend *b, int kind, const float *gate, const float *up, uint64_t n, float *out) {
+  elements c = {.b = b, .x = gate, .y = up, .out = out, .n = n, .kind = kind};
+  return each_element(&c, glu_item);
 }
 
 static int cpu_add(ds4_backend *b, float *x, const float *y, uint64_t n) {
@@ -515,6 +516,10 @@ const ds4_ops ds4_cpu_ops = {
     .rows_write = cpu_rows_write,
     .rows_read = ds4_rows_read,
     .attend = cpu_attend,
-    .swiglu = cpu_swiglu,
+    .glu = cpu_glu,
     .add = cpu_add,
+    .scale = ds4_host_scale,
+    .clear = ds4_host_clear,
+    .gather = ds4_host_gather,
+    .scatter_add = ds4_host_scatter_add,
 };

@@ -38,6 +38,33 @@ int ds4_host_wait(ds4_backend *b) {
   return DS4_OK;
 }
 
+/* ---- small ops that are the same for both ------------------------------------------------------------------------------------------ */
+
+int ds4_host_scale(ds4_backend *b, float *x, float factor, uint64_t n) {
+  (void)b;
+  for (uint64_t i = 0; i < n; i++) x[i] *= factor;
+  return DS4_OK;
+}
+
+int ds4_host_clear(ds4_backend *b, float *x, uint64_t n) {
+  (void)b;
+  memset(x, 0, n * sizeof *x);
+  return DS4_OK;
+}
+
+int ds4_host_gather(ds4_backend *b, const float *x, const uint32_t *row, uint32_t n, uint32_t width, float *out) {
+  (void)b;
+  for (uint32_t i = 0; i < n; i++) memcpy(out + (uint64_t)i * width, x + (uint64_t)row[i] * width, width * sizeof *x);
+  return DS4_OK;
+}
+
+int ds4_host_scatter_add(ds4_backend *b, const float *x, const uint32_t *row, const float *weight, uint32_t n, uint32_t width, float *out) {
+  (void)b;
+  for (uint32_t i = 0; i < n; i++, x += width)
+    for (uint32_t k = 0; k < width; k++) out[(uint64_t)row[i] * width + k] = fmaf(weight[i], x[k], out[(uint64_t)row[i] * width + k]);
+  return DS4_OK;
+}
+
 /* ---- rows ----------------------------------------------------------------------------------------------------------------------- */
 
 /* Where number i (or scale i) of a row lies in a tile. */

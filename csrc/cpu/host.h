@@ -9,6 +9,11 @@ void ds4_host_free(ds4_backend *b, void *mem, uint64_t bytes);
 int ds4_host_copy(ds4_backend *b, void *to, const void *from, uint64_t bytes);
 int ds4_host_wait(ds4_backend *b);
 
+int ds4_host_scale(ds4_backend *b, float *x, float factor, uint64_t n);
+int ds4_host_clear(ds4_backend *b, float *x, uint64_t n);
+int ds4_host_gather(ds4_backend *b, const float *x, const uint32_t *row, uint32_t n, uint32_t width, float *out);
+int ds4_host_scatter_add(ds4_backend *b, const float *x, const uint32_t *row, const float *weight, uint32_t n, uint32_t width, float *out);
+
 /* Rows in pages, as both write and read them. */
 void ds4_row_write(const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, const float *x);
 int ds4_rows_read(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, uint32_t n,

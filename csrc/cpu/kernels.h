@@ -43,7 +43,7 @@ typedef struct ds4_kernels {
   void (*matmul_float)(const ds4_packed *w, uint32_t group, uint32_t groups, const float *x, uint32_t n, float *out);
   void (*matmul_quant)(const ds4_packed *w, uint32_t group, uint32_t groups, const ds4_quants *x, uint32_t n, float *out);
   void (*rms_norm)(const float *x, const float *weight, uint32_t width, float eps, float *out);
-  void (*swiglu)(const float *gate, const float *up, uint64_t n, float *out);
+  void (*glu)(int kind, const float *gate, const float *up, uint64_t n, float *out);
   void (*attend)(const ds4_attend_item *item, float *scratch);
 } ds4_kernels;
 

@@ -163,14 +163,16 @@ static void k_rms_norm(const float *x, const float *weight, uint32_t width, floa
   for (uint32_t i = whole; i < width; i++) out[i] = x[i] * scale * weight[i];
 }
 
-static void k_swiglu(const float *gate, const float *up, uint64_t n, float *out) {
+/* gate / (1 + exp(-y)) * up, where y is gate (SiLU) or its GELU polynomial */
+INLINE v16 glu_lanes(int kind, v16 g, v16 up) {
+  v16 y = kind == DS4_GELU ? v_mul(g, v_fma(v_mul(g, g), v_set1(DS4_GELU_C3), v_set1(DS4_GELU_C1))) : g;
+  return v_mul(v_div(g, v_add(v_set1(1.0f), v_exp(v_sub(v_set1(-0.0f), y)))), up);
+}
+
+static void k_glu(int kind, const float *gate, const float *up, uint64_t n, float *out) {
   uint64_t i = 0;
-  v16 one = v_set1(1.0f);
-  for (; i + 16 <= n; i += 16) {
-    v16 g = v_load(gate + i);
-    v_store(out + i, v_mul(v_div(g, v_add(one, v_exp(v_sub(v_set1(-0.0f), g)))), v_load(up + i)));
-  }
-  for (; i < n; i++) out[i] = ds4_silu(gate[i]) * up[i];
+  for (; i + 16 <= n; i += 16) v_store(out + i, glu_lanes(kind, v_load(gate + i), v_load(up + i)));
+  for (; i < n; i++) out[i] = (kind == DS4_GELU ? ds4_gelu(gate[i]) : ds4_silu(gate[i])) * up[i];
 }
 
 /* ---- attention ----------------------------------------------------------------------------------------------------------------------- */

@@ -161,9 +161,9 @@ static int ref_rope(ds4_backend *b, float *x, const uint32_t *pos, uint32_t n, u
   return DS4_OK;
 }
 
-static int ref_swiglu(ds4_backend *b, const float *gate, const float *up, uint64_t n, float *out) {
+static int ref_glu(ds4_backend *b, int kind, const float *gate, const float *up, uint64_t n, float *out) {
   (void)b;
-  for (uint64_t i = 0; i < n; i++) out[i] = ds4_silu(gate[i]) * up[i];
+  for (uint64_t i = 0; i < n; i++) out[i] = (kind == DS4_GELU ? ds4_gelu(gate[i]) : ds4_silu(gate[i])) * up[i];
   return DS4_OK;
 }
 
@@ -300,6 +300,10 @@ const ds4_ops ds4_ref_ops = {
     .rows_write = ref_rows_write,
     .rows_read = ds4_rows_read,
     .attend = ref_attend,
-    .swiglu = ref_swiglu,
+    .glu = ref_glu,
     .add = ref_add,
+    .scale = ds4_host_scale,
+    .clear = ds4_host_clear,
+    .gather = ds4_host_gather,
+    .scatter_add = ds4_host_scatter_add,
 };

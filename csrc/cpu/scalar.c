@@ -76,4 +76,4 @@ static inline void dot_q4_1(const uint8_t *w, const int8_t *x, uint32_t blocks, 
 
 #include "kernels.inc.h"
 
-const ds4_kernels ds4_kernels_scalar = {"scalar", k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_swiglu, k_attend};
+const ds4_kernels ds4_kernels_scalar = {"scalar", k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu, k_attend};

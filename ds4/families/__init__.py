@@ -10,14 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ds4.errors import SystemResourceError, UnsupportedError
-from ds4.families import llama
+from ds4.families import gemma3, llama, qwen3
 from ds4.files import Checkpoint, Tensor
 from ds4.files.base import quote
 
 # (container, architecture as the file names it) -> (the core's architecture, reader)
 FAMILIES = {
+    ("gguf", "gemma3"): ("gemma3", gemma3.from_gguf),
     ("gguf", "llama"): ("llama", llama.from_gguf),
+    ("gguf", "qwen3"): ("qwen3", qwen3.from_gguf),
+    ("gguf", "qwen3moe"): ("qwen3", qwen3.from_gguf),
+    ("safetensors", "gemma3"): ("gemma3", gemma3.from_hf_multimodal),
+    ("safetensors", "gemma3_text"): ("gemma3", gemma3.from_hf),
     ("safetensors", "llama"): ("llama", llama.from_hf),
+    ("safetensors", "mistral"): ("llama", llama.from_hf_mistral),
+    ("safetensors", "qwen3"): ("qwen3", qwen3.from_hf),
+    ("safetensors", "qwen3_moe"): ("qwen3", qwen3.from_hf_moe),
 }
 
 

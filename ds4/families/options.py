@@ -26,10 +26,14 @@ class Options:
     """One object of options: config.json, its rope parameters, or the GGUF keys of one prefix. null counts as absent.
 
     Every reader marks its key as used and raises FileFormatError when the value is of the wrong kind or out of range.
+    `defaults` stand for keys that are not there at all; a null takes the place of a default.
     """
 
-    def __init__(self, values: Mapping[str, Any], where: str, prefix: str = "") -> None:
+    def __init__(
+        self, values: Mapping[str, Any], where: str, prefix: str = "", defaults: Mapping[str, Any] | None = None
+    ) -> None:
         self.where, self.prefix = where, prefix
+        values = {**(defaults or {}), **values}
         self._values = {
             key[len(prefix) :]: value for key, value in values.items() if key.startswith(prefix) and value is not None
         }
@@ -79,6 +83,13 @@ class Options:
             raise FileFormatError(f"{self.name(key)} is {quote(value)}; it must be text.")
         return value
 
+    def object(self, key: str, default: Any = _MISSING, defaults: Mapping[str, Any] | None = None) -> Options:
+        """The object under that key, as options of their own."""
+        value = self.raw(key, default)
+        if not isinstance(value, dict):
+            raise FileFormatError(f"{self.name(key)} is {quote(value)}; it must be an object.")
+        return Options(value, self.name(key), defaults=defaults)
+
     def only(self, key: str, *allowed: Any) -> None:
         """Refuses any value but the allowed ones, which mean "off" or "as this version does it"."""
         value = self.raw(key, None)
@@ -106,6 +117,25 @@ class Tensors:
 
     def take(self, name: str, core_name: str, *shape: int) -> Tensor:
         """Adds the tensor `name` as `core_name`. Raises FileFormatError when it is absent or has another shape."""
+        tensor = self.find(name, *shape)
+        self.add(core_name, tensor)
+        return tensor
+
+    def add(self, core_name: str, tensor: Tensor) -> None:
+        """Adds a tensor, or a part of one, that `find` has checked."""
+        self.taken.append((core_name, tensor if _is_aligned(tensor) else _copy(tensor, tensor.data)))
+
+    def add_factors(self, core_name: str, tensor: Tensor) -> None:
+        """Adds a norm whose file holds w and that multiplies by 1 + w, as the factors in F32."""
+        raw = np.frombuffer(tensor.data, {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}[tensor.format])
+        if tensor.format == "BF16":
+            raw = (raw.astype("<u4") << 16).view("<f4")
+        with np.errstate(invalid="ignore"):
+            factors = raw.astype("<f4") + np.float32(1)
+        self.taken.append((core_name, _copy(tensor, factors, "F32")))
+
+    def find(self, name: str, *shape: int) -> Tensor:
+        """The tensor `name`, from now on a used one. Raises FileFormatError when it is absent or has another shape."""
         tensor = self.checkpoint.tensor(name)
         allowed = MATRIX_FORMATS if len(shape) > 1 else VECTOR_FORMATS
         if tensor.format not in allowed:
@@ -119,7 +149,6 @@ class Tensors:
                 f"the model make it {list(shape)}; the files do not belong together or are damaged."
             )
         self._used.add(name)
-        self.taken.append((core_name, tensor if _is_aligned(tensor) else _aligned_copy(tensor)))
         return tensor
 
     def skip(self, name: str) -> None:
@@ -142,7 +171,8 @@ def _is_aligned(tensor: Tensor) -> bool:
     return int(np.frombuffer(tensor.data, np.uint8).ctypes.data) % _ALIGNMENT.get(tensor.format, 2) == 0
 
 
-def _aligned_copy(tensor: Tensor) -> Tensor:
-    copy = np.frombuffer(tensor.data, np.uint8).copy()
+def _copy(tensor: Tensor, data: memoryview | np.ndarray, format: str | None = None) -> Tensor:
+    """The tensor with a copy of `data` in memory that is aligned and read-only."""
+    copy = np.frombuffer(data, np.uint8).copy()
     copy.flags.writeable = False
-    return Tensor(tensor.name, tensor.format, tensor.shape, memoryview(copy))
+    return Tensor(tensor.name, format or tensor.format, tensor.shape, memoryview(copy))

@@ -630,11 +630,11 @@ def build() -> None:
 build()
 
 
-def write(root: Path) -> None:
+def write(root: Path, cases: dict[str, tuple[bytes | dict[str, bytes], str]] = CASES) -> None:
     """Writes every case below `root`; folders that hold cases are emptied first."""
-    for name in {name.split("/")[0] for name in CASES}:
+    for name in {name.split("/")[0] for name in cases}:
         shutil.rmtree(root / name, ignore_errors=True)
-    for name, (content, _) in CASES.items():
+    for name, (content, _) in cases.items():
         for inner, raw in ({"": content} if isinstance(content, bytes) else content).items():
             path = root / name / inner if inner else root / name
             path.parent.mkdir(parents=True, exist_ok=True)
