@@ -11,13 +11,21 @@ from ds4.families import model_spec  # noqa: E402
 from ds4.files import Checkpoint, safetensors  # noqa: E402
 from ds4.files.jsonfile import parse_object  # noqa: E402
 from fuzz import common  # noqa: E402
-from tests.corrupt import make  # noqa: E402
+from tests.corrupt import families, make  # noqa: E402
 
-TENSORS = safetensors.parse(make.hf_weights(), "model.safetensors")
+WEIGHTS = {
+    "llama": make.hf_weights(), "mistral": make.hf_weights(), "qwen3_moe": families.moe_weights(),
+    "gemma3_text": families.gemma_weights(),
+}  # fmt: skip
+TENSORS = {family: safetensors.parse(weights, "model.safetensors") for family, weights in WEIGHTS.items()}
 
 
 def target(data: bytes) -> None:
-    checkpoint = Checkpoint("x", "safetensors", "llama", parse_object(data, "x/config.json"), TENSORS)
+    config = parse_object(data, "x/config.json")
+    family = config.get("model_type")
+    if not isinstance(family, str) or family not in TENSORS:
+        family = "llama"
+    checkpoint = Checkpoint("x", "safetensors", family, config, TENSORS[family])
     checkpoint.fingerprint(model_spec(checkpoint))
 
 
@@ -34,6 +42,12 @@ def seeds() -> list[bytes]:
         make.CONFIG | {"rope_parameters": yarn},
         make.CONFIG | {"rope_scaling": llama3},
         make.CONFIG | {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        make.CONFIG | {"model_type": "mistral", "architectures": None, "num_key_value_heads": 1, "sliding_window": 64},
+        families.config(families.QWEN3_MOE),
+        families.config(families.QWEN3_MOE, mlp_only_layers=[], decoder_sparse_step=1, layer_types=["full_attention"]),
+        families.config(families.GEMMA3),
+        families.config(families.GEMMA3, layer_types="absent", _sliding_window_pattern=6),
+        families.config(families.GEMMA3, rope_theta="absent", rope_parameters=families.BY_LAYER),
     ]
     return [json.dumps(config).encode() for config in configs]
 

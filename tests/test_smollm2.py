@@ -166,9 +166,8 @@ with engine.session() as s:
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from
 /proc, which Linux has")
 def test_memory_is_the_file_and_the_rows(smollm2_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(smollm2_path)], capture_output=True, text=True,
-    check=True) seconds, resident, held =
-    done.stdout.split() print(f"\nloaded in {float(seconds):.2f} s; {int(resident)
-    / 1e6:.0f} MB resident, {int(held) / 1e6:.0f} MB of them rows") assert int(resident) <=
-    os.path.getsize(smollm2_path) + int(held) +
-    200e6
+    command = [sys.executable, "-c", MEASURE, str(smollm2_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    seconds, resident, held = done.stdout.split()
+    print(f"\nloaded in {float(seconds):.2f} s; {int(resident) / 1e6:.0f} MB, of them {int(held) / 1e6:.0f} MB rows")
+    assert int(resident) <= os.path.getsize(smollm2_path) + int(held) + 200e6
