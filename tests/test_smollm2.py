@@ -163,8 +163,7 @@ with engine.session() as s:
 
 
 @pytest.mark.nosanitize
-@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from
-/proc, which Linux has")
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc, as on Linux")
 def test_memory_is_the_file_and_the_rows(smollm2_path: Path) -> None:
     command = [sys.executable, "-c", MEASURE, str(smollm2_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
