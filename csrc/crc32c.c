@@ -75,8 +75,8 @@ static int hardware(void) { return (getauxval(AT_HWCAP) & 1u << 7) != 0; } /* HW
 
 #ifdef HARDWARE
 
-/* One instruction waits three cycles for the one before it, so three lanes run side by side, and the checksums of the first two are moved over
- * the bytes behind them. `lane` is that move over LANE zero bytes: linear too, four tables, the checksum's byte k into lane[k]. */
+/* One instruction waits three cycles for the one before it, so three lanes run side by side, and the checksums of the first two are moved
+ * over the bytes behind them. `lane` is that move over LANE zero bytes: linear too, table k for byte k of the checksum. */
 #define LANE 1024u
 static const uint32_t lane[4][256] = {
     TABLE(0xfe314258u, 0xf98ef241u, 0xf6f19273u, 0xe80f5217u, 0xd5f2d2dfu, 0xae09d34fu, 0x59ffd06fu, 0xb3ffa0deu),

@@ -1,7 +1,8 @@
 /* Files that are replaced whole or not at all, and files that are read with care.
  *
- * Writing: a temporary file in the folder of the target, then fsync, rename, fsync of the folder. It is named .ds4-<target>-<unique>.tmp, mode 0600,
- * and locked (flock) for as long as its writer lives, so the next save to the same target knows those that a dead writer left, and removes them.
+ * Writing: a temporary file in the folder of the target, then fsync, rename, fsync of the folder. It is named
+ * .ds4-<hash of the target's name>-<unique>.tmp, has mode 0600, and is locked (flock) for as long as its writer lives: so the next save to
+ * the same target knows those that a dead writer left, and removes them.
  *
  * Reading: pread, not a mapping. A file that another program cuts while it is mapped ends the process with SIGBUS; here it is an error. */
 #ifndef DS4_FILE_H

@@ -120,6 +120,7 @@ struct ds4_session {
   ds4_mark *newest; /* marks, explicit and automatic */
   uint32_t n_auto, n_marks;
   uint64_t reserved_pos;
+  uint32_t reserved_from; /* where the reserve was made */
   ds4_session *prev, *next;
 };
 

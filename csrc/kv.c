@@ -123,7 +123,13 @@ static uint32_t returning(const ds4_session *s, uint32_t i) {
   return n;
 }
 
-/* Pages of one stream that writing positions [from, upto) takes at most, in chunks of `chunk` tokens, when everything from the row of `from` on is cut. */
+/* Most pages that a rolling window holds at once when it moves on in chunks of `chunk` tokens. */
+static uint32_t window_pages(const ds4_session *s, const ds4_stream *st, uint32_t chunk) {
+  return ds4_pages_of(st, (uint64_t)st->reach + s->engine->reach_slack + chunk) + 2;
+}
+
+/* Pages of one stream that writing positions [from, upto) takes at most, in chunks of `chunk` tokens, when everything from the row of
+ * `from` on is cut. */
 static uint32_t stream_need(const ds4_session *s, uint32_t i, uint64_t from, uint64_t upto, uint32_t chunk) {
   const ds4_stream *st = &s->engine->stream[i];
   uint32_t row = ds4_rows_at(st, from), end = ds4_rows_at(st, upto);
@@ -131,21 +137,34 @@ static uint32_t stream_need(const ds4_session *s, uint32_t i, uint64_t from, uin
   uint32_t first = row / st->layout.page_rows, last = ds4_pages_of(st, end);
   bool held = row % st->layout.page_rows != 0;
   uint32_t need = last - first - held;
-  if (st->reach && from == s->pos) { /* a rolling window: never more than this many at once */
-    uint32_t most = ds4_pages_of(st, (uint64_t)st->reach + s->engine->reach_slack + chunk) + 2;
-    need = ds4_min_u32(need, most - ds4_min_u32(most, returning(s, i)));
-  } else if (st->reach) {
-    need = ds4_min_u32(need, ds4_pages_of(st, (uint64_t)st->reach + s->engine->reach_slack + chunk) + 2);
+  if (st->reach) {
+    uint32_t most = window_pages(s, st, chunk), back = from == s->pos ? returning(s, i) : 0;
+    need = ds4_min_u32(need, most - ds4_min_u32(most, back));
   }
   return need + (held && page_is_shared(s, i, first));
 }
 
+/* A window of the reserve must also be there when the session comes back to where the reserve was made and goes on from there. */
+static uint32_t reserve_need(const ds4_session *s, uint32_t i) {
+  const ds4_stream *st = &s->engine->stream[i];
+  uint32_t first = ds4_pages_of(st, ds4_min_u32(s->reserved_from, s->pos)), comes_back = 0;
+  if (!st->reach) return 0; /* what truncate drops there comes back page by page */
+  for (uint32_t page = first; page < ds4_pages_of(st, s->pos); page++)
+    comes_back += ds4_entry(&s->line[i], page) && !page_is_shared(s, i, page);
+  uint32_t last = ds4_max_u32(first, ds4_pages_of(st, s->reserved_pos));
+  uint32_t need = ds4_min_u32(last - first, window_pages(s, st, DS4_CHUNK_DEFAULT));
+  return need - ds4_min_u32(need, comes_back);
+}
+
 /* What a call over [from, upto) needs, the reserve included. */
 void ds4_kv_need(const ds4_session *s, uint64_t from, uint64_t upto, uint32_t chunk, ds4_need *out) {
-  bool reserved = s->reserved_pos > from;
-  if (reserved && s->reserved_pos > upto) upto = s->reserved_pos;
+  bool reserved = s->reserved_pos != 0;
+  if (s->reserved_pos > upto) upto = s->reserved_pos;
   if (reserved) chunk = ds4_max_u32(chunk, DS4_CHUNK_DEFAULT);
-  for (uint32_t i = 0; i < s->engine->n_streams; i++) out->pages[i] = stream_need(s, i, from, upto, chunk);
+  for (uint32_t i = 0; i < s->engine->n_streams; i++) {
+    out->pages[i] = stream_need(s, i, from, upto, chunk);
+    if (reserved) out->pages[i] = ds4_max_u32(out->pages[i], reserve_need(s, i));
+  }
 }
 
 static uint64_t need_bytes(const ds4_session *s, const ds4_need *need) {
@@ -184,7 +203,7 @@ int ds4_kv_take(ds4_session *s, const ds4_need *need, ds4_error *err) {
 /* Tops the stashes up to what the reserve promises. */
 int ds4_kv_hold_reserve(ds4_session *s, ds4_error *err) {
   ds4_need need;
-  if (s->reserved_pos <= s->pos) return DS4_OK;
+  if (!s->reserved_pos) return DS4_OK;
   ds4_kv_need(s, s->pos, s->pos, DS4_CHUNK_DEFAULT, &need);
   return ds4_kv_take(s, &need, err);
 }
@@ -194,11 +213,13 @@ int ds4_kv_hold_reserve(ds4_session *s, ds4_error *err) {
 void ds4_kv_give_back(ds4_session *s) {
   if (s->busy || s->settling) return;
   s->settling = true; /* dropping a mark comes back here */
-  while (ds4_kv_hold_reserve(s, NULL)) s->reserved_pos -= ds4_min_u32(DS4_PAGE_ROWS, (uint32_t)(s->reserved_pos - s->pos));
+  while (ds4_kv_hold_reserve(s, NULL)) s->reserved_pos = s->reserved_pos > s->pos + DS4_PAGE_ROWS ? s->reserved_pos - DS4_PAGE_ROWS : 0;
   s->settling = false;
+  ds4_need keep;
+  ds4_kv_need(s, s->pos, s->pos, DS4_CHUNK_DEFAULT, &keep);
   for (uint32_t i = 0; i < s->engine->n_streams; i++) {
-    uint32_t keep = s->reserved_pos > s->pos ? stream_need(s, i, s->pos, s->reserved_pos, DS4_CHUNK_DEFAULT) : 0;
-    while (s->line[i].n_stash > keep) ds4_pool_give(s->engine, &s->engine->stream[i], stash_pop(&s->line[i], &s->engine->stream[i]));
+    while (s->line[i].n_stash > keep.pages[i])
+      ds4_pool_give(s->engine, &s->engine->stream[i], stash_pop(&s->line[i], &s->engine->stream[i]));
   }
 }
 
@@ -660,8 +681,13 @@ int ds4_session_reserve(ds4_session *s, uint32_t tokens, ds4_error *err) {
                       (unsigned long long)s->pos + tokens, s->ctx);
   if (!status) {
     uint64_t before = s->reserved_pos;
+    uint32_t from = s->reserved_from;
     s->reserved_pos = tokens ? (uint64_t)s->pos + tokens : 0;
-    if ((status = ds4_kv_hold_reserve(s, err))) s->reserved_pos = before;
+    s->reserved_from = s->pos;
+    if ((status = ds4_kv_hold_reserve(s, err))) {
+      s->reserved_pos = before;
+      s->reserved_from = from;
+    }
   }
   ds4_kv_give_back(s);
   ds4_leave(s->engine);

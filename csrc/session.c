@@ -337,7 +337,7 @@ static void call_init(call *c, ds4_engine *e, job *jobs, uint32_t n, uint32_t ch
 
 /* A reserve counts the pages of windowed streams for chunks of the default size. */
 static uint32_t session_chunk(const ds4_session *s, uint32_t chunk) {
-  return s->reserved_pos > s->pos ? ds4_min_u32(chunk, DS4_CHUNK_DEFAULT) : chunk;
+  return s->reserved_pos ? ds4_min_u32(chunk, DS4_CHUNK_DEFAULT) : chunk;
 }
 
 static int caller_enter(ds4_engine *e, ds4_caller *me, ds4_error *err) {

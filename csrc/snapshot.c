@@ -2,8 +2,8 @@
  *
  *   lock: BUSY, list pages, own marks -> no lock: sections, header, fsync, rename -> lock: end BUSY
  *
- * The session is BUSY meanwhile and holds a reference to everything that is written: shared pages and logs are never written in place, and marks of
- * the save's own keep windowed pages when a handle is freed in between. Other sessions compute on. */
+ * The session is BUSY meanwhile and holds a reference to everything that is written: shared pages and logs are never written in place,
+ * and marks of the save's own keep windowed pages when a handle is freed in between. Other sessions compute on. */
 #include "snapshot.h"
 
 #include <stdio.h>
@@ -39,13 +39,9 @@ int ds4_snapshot_host(ds4_error *err) {
   return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "snapshots need a little-endian machine; keep the tokens and evaluate them again");
 }
 
-static uint64_t section_bytes(const ds4_engine *e, const section *s) {
-  switch (s->kind) {
-  case MARKS: return s->count * 8ull;
-  case PAGES: return LINE_BYTES + s->count * 4ull;
-  case ROWS: return s->count * e->stream[s->stream].layout.page_bytes; /* memory holds as much: no overflow that a check has not found */
-  default: return s->count * 4ull;
-  }
+static bool section_bytes(const ds4_engine *e, section *s) {
+  uint64_t item = s->kind == ROWS ? e->stream[s->stream].layout.page_bytes : s->kind == MARKS ? 8 : 4;
+  return ds4_mul_u64(s->count, item, &s->bytes) && !__builtin_add_overflow(s->bytes, s->kind == PAGES ? LINE_BYTES : 0, &s->bytes);
 }
 
 /* Sections follow each other without gaps, in a fixed order. Fills in places and sizes from the counts; false: a size overflows. */
@@ -56,13 +52,10 @@ bool ds4_image_lay_out(image *m) {
   m->file_bytes = m->head_bytes;
   for (uint32_t i = 0; i < m->n_sections; i++) {
     section *s = &m->section[i];
-    uint64_t product;
     s->kind = i < 3 ? TOKENS + i : i < 3 + e->n_streams ? PAGES : ROWS;
     s->stream = i < 3 ? 0 : (i - 3) % e->n_streams;
-    if (s->kind == ROWS && !ds4_mul_u64(s->count, e->stream[s->stream].layout.page_bytes, &product)) return false;
-    s->bytes = section_bytes(e, s);
     s->at = m->file_bytes;
-    if (__builtin_add_overflow(m->file_bytes, s->bytes, &m->file_bytes)) return false;
+    if (!section_bytes(e, s) || __builtin_add_overflow(s->at, s->bytes, &m->file_bytes)) return false;
   }
   return m->file_bytes <= INT64_MAX;
 }
@@ -125,15 +118,14 @@ uint32_t ds4_rows_in_page(const ds4_stream *st, uint32_t pos, uint32_t page) {
   return ds4_min_u32(st->layout.page_rows, ds4_rows_at(st, pos) - page * st->layout.page_rows);
 }
 
-/* ---- save --------------------------------------------------------------------------------------------------------------------------------- */
+/* ---- save ------------------------------------------------------------------------------------------------------------------------ */
 
 typedef struct save {
   image m;
   ds4_session *s;
   ds4_mark **own; /* marks of the save's own, beside those that have a handle */
   uint32_t n_own;
-  uint64_t at; /* where the buffer goes */
-  uint32_t fill;
+  uint64_t at, fill; /* where the buffer goes, and how much is in it */
   int status;
   ds4_error *err;
 } save;
@@ -211,7 +203,7 @@ static void flush(save *v) {
 /* Room for n bytes (at most the buffer) of the file. */
 static uint8_t *room(save *v, uint64_t n) {
   if (v->fill + n > v->m.cap) flush(v);
-  v->fill += (uint32_t)n;
+  v->fill += n;
   return v->m.buffer + v->fill - n;
 }
 

@@ -2,8 +2,8 @@
  *
  *   no lock: header, identity, tokens, marks, logits, page lists, all checked -> lock: take pages -> no lock: rows -> lock: commit
  *
- * Only free pages are taken. When automatic marks of other sessions would have to go first, the rows are verified before that. Every number of the
- * file is hostile: counts are bounded by the engine's own geometry and by the size of the file before memory is asked for. */
+ * Only free pages are taken. When automatic marks of other sessions would have to go first, the rows are verified before that. Every
+ * number of the file is hostile: counts are bounded by the engine's own geometry and by the size of the file before memory is asked for. */
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -97,7 +97,7 @@ static int check_table(load *v, const uint8_t *p, uint64_t size) {
   ds4_engine *e = m->e;
   m->pos = get32(p + 120);
   m->ctx = get32(p + 124);
-  if (m->pos > m->ctx || m->ctx > e->ctx || get32(p + 132))
+  if (m->pos > m->ctx || !m->ctx || m->ctx > e->ctx || get32(p + 132))
     return damaged(v, 120, "the position, its bound or a reserved field is impossible");
   if (get32(p + 128) != 3 + 2 * e->n_streams || get32(p + 16) != HEAD_BYTES + get32(p + 128) * ENTRY_BYTES)
     return damaged(v, 128, "the number of sections is not that of this model");
@@ -313,8 +313,8 @@ static int session_begin(load *v, uint32_t ctx) {
   return v->s ? DS4_OK : ds4_snapshot_memory(v->err);
 }
 
-/* Says which pages are wanted: those from the floor on, and those of the marks that are still there; both lists run downwards. Returns their bytes.
- * Lock held. */
+/* Says which pages are wanted: those from the floor on, and those of the marks that are still there; both lists run downwards.
+ * Returns their bytes. Lock held. */
 static uint64_t want_pages(load *v, ds4_need *need) {
   uint64_t bytes = 0;
   for (uint32_t i = 0; i < v->m.e->n_streams; i++) {
@@ -332,8 +332,8 @@ static uint64_t want_pages(load *v, ds4_need *need) {
   return bytes;
 }
 
-/* Takes pages for all rows and gives them their places. Automatic marks make room, those of this session too, but not for a file whose rows are
- * damaged: the lock is left to verify them first. */
+/* Takes pages for all rows and gives them their places. Automatic marks make room, those of this session too, but not for a file whose
+ * rows are damaged: the lock is left to verify them first. */
 static int take_pages(load *v) {
   ds4_engine *e = v->m.e;
   ds4_need need;
@@ -368,7 +368,7 @@ static int session_pages(load *v) {
   return status;
 }
 
-/* All is there: the session becomes LIVE (or EMPTY). Marks that had a handle are automatic now, so they may be more than such marks may hold. */
+/* All is there: the session becomes LIVE (or EMPTY). Marks that had a handle are automatic now: there may be more of those than may be. */
 static void session_commit(load *v) {
   ds4_engine *e = v->m.e;
   ds4_enter(e, NULL);

@@ -59,12 +59,12 @@ def _position(value: int) -> int:
     return max(-(2**62), min(2**62, number))
 
 
-def _count(name: str, value: int | None) -> int:
+def _count(name: str, value: int | None, most: int = 2**31 - 1) -> int:
     """An optional count for the core, 0 = its default."""
     if value is None:
         return 0
-    if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 < value.__index__() < 2**31:
-        raise ArgumentError(f"{name} is {value!r}; it must be a whole number above 0.")
+    if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 < value.__index__() <= most:
+        raise ArgumentError(f"{name} is {value!r}; it must be a whole number from 1 to {most}.")
     return value.__index__()
 
 
@@ -164,14 +164,17 @@ class Engine(_Closing):
                 lib.ds4_engine_new(self.spec.arch.encode(), backend.encode(), _count("threads", threads), out, err), err
             )
             self._handle = _Handle(out[0], lib.ds4_engine_free, "engine")
-            settings = {**self.spec.config, "reach_slack": [float(reach_slack)]}
+            settings = {
+                **self.spec.config,
+                "reach_slack": [float(_count("reach_slack", reach_slack) if reach_slack else 0)],
+            }
             settings |= {key: [float(value)] for key, value in (test_options or {}).items()}
             for key, values in settings.items():
                 check(lib.ds4_engine_set(self._handle(), key.encode(), values, len(values), err), err)
             self._load(progress)
             words = self.tokenizer.fingerprint() if self.tokenizer is not None else b""
             identity = hashlib.sha256(self.checkpoint.fingerprint(self.spec) + words).digest()
-            pool = (_count("pool_tokens", pool_tokens), 0 if pool_bytes is None else int(pool_bytes))
+            pool = (_count("pool_tokens", pool_tokens, 2**32), _count("pool_bytes", pool_bytes, 2**50))
             check(lib.ds4_engine_ready(self._handle(), kv_dtype.encode(), *pool, identity, err), err)
         except BaseException:
             self.checkpoint.close()

@@ -151,23 +151,20 @@ def test_a_reader_that_went_away(home):
 
 
 def test_ctrl_c_during_a_pull_leaves_nothing_half_installed(home, tmp_path, toy):
-    os.mkfifo(tmp_path / "pipe")  # a source that never says anything
+    os.mkfifo(tmp_path / "pipe")  # a source that begins and never ends
+    pipe = os.open(tmp_path / "pipe", os.O_RDWR)
     toy.write_text(toy.read_text().replace("/source", "/pipe"))
-    with subprocess.Popen(
-        [sys.executable, "-m", "ds4", "pull", "toy"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        with open(tmp_path / "pipe", "wb") as pipe:  # opens when the other side does
-            pipe.write(DATA[:100])
-            pipe.flush()
-            time.sleep(0.2)
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=60)
+    folder = home / "weights" / "toy"
+    command = [sys.executable, "-m", "ds4", "pull", "toy"]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        os.write(pipe, DATA[:100])
+        while process.poll() is None and not list(folder.glob("*.part")):
+            time.sleep(0.02)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    os.close(pipe)
     assert (process.returncode, out, err) == (130, "", "")
-    assert not models.load("toy").path.exists()
+    assert not (folder / "toy.gguf").exists()
 
 
 # ---- models and pull -----------------------------------------------------------------------------------------------
