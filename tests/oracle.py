@@ -36,15 +36,20 @@ def make_engine(model="llama", toy="plain", **options) -> ds4.Engine:
     return ds4.Engine(DATA / model, test_options=TOYS[toy], **options)
 
 
+_twins: dict[tuple, ds4.Engine] = {}
+
+
 def twin(engine: ds4.Engine) -> ds4.Engine:
-    """Another engine that must give the same bits: same model, backend, KV dtype and streams; other pool, one thread."""
-    toys = {}
-    for stream in engine.streams:
+    """Another engine that must give the same bits: same model, backend, KV dtype and streams; a pool and threads of its own."""
+    toys: dict[str, float] = {}
+    for stream in engine.streams if engine.arch == "llama" else ():  # other families have windows of their own
         toys |= {"toy_window": stream.reach} if stream.name == "window" else {}
         toys |= {"toy_stride": stream.stride} if stream.name == "group" else {}
-    return ds4.Engine(
-        engine.model, backend=engine.backend, kv_dtype=engine.kv_dtype, threads=1, pool_tokens=16384, test_options=toys
-    )
+    key = (engine.model, engine.backend, engine.kv_dtype, *sorted(toys.items()))
+    if key not in _twins:
+        options = {"backend": engine.backend, "kv_dtype": engine.kv_dtype, "threads": 1, "pool_tokens": 16384}
+        _twins[key] = ds4.Engine(engine.model, test_options=toys, **options)
+    return _twins[key]
 
 
 def settled(ledger: dict[str, int]) -> dict[str, int]:
@@ -80,7 +85,7 @@ class Fresh:
     """A session that was prefilled once with the tokens, and what it holds."""
 
     def __init__(self, engine: ds4.Engine, tokens: list[int]) -> None:
-        with engine.session() as session:
+        with twin(engine).session() as session:
             session.eval(tokens, chunk=2048)
             self.logits = session.logits.tobytes() if tokens else b""
             self.rows = [held_rows(session, i) for i in range(len(engine.streams))]
@@ -90,9 +95,15 @@ class Fresh:
 
 def fresh_logits(engine: ds4.Engine, tokens: list[int]) -> bytes:
     """The logits of a new session after one whole prefill."""
-    with engine.session() as session:
+    with twin(engine).session() as session:
         session.eval(tokens, chunk=2048)
         return session.logits.tobytes()
+
+
+def feed(session: ds4.Session, tokens: list[int]) -> None:
+    """Appends tokens in pieces that are too short for automatic marks (those at multiples of 2048 excepted)."""
+    for n in range(0, len(tokens), 50):
+        session.eval(tokens[n : n + 50], logits=None)
 
 
 def assert_same(session: ds4.Session, tokens: list[int], fresh: Fresh | None = None) -> None:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import gc
 import itertools
+import sys
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
-from oracle import BACKENDS, KV_DTYPES, TEST_BUILD, TOYS, Fresh, assert_same, make_engine, settled, some_tokens, twin
+from oracle import BACKENDS, KV_DTYPES, TEST_BUILD, TOYS, Fresh, assert_same, make_engine, settled, some_tokens
 
+import ds4
 from ds4.errors import (
     Cancelled,
     ComputeError,
@@ -86,7 +88,8 @@ class Walk(RuleBasedStateMachine):
 
     @initialize()
     def start(self):
-        self.engine, self.oracle = engines(self.toy, self.options)
+        gc.collect()
+        self.engine = engine_of(self.toy, self.options)
         self.begin = settled(self.engine.ledger())
         self.lines, self.marks, self.arrays, self.known = [], [], [], {}
         self.folder = tempfile.TemporaryDirectory()
@@ -100,7 +103,7 @@ class Walk(RuleBasedStateMachine):
     def fresh(self, tokens):
         key = tuple(tokens)
         if key not in self.known:
-            self.known[key] = Fresh(self.oracle, tokens)
+            self.known[key] = Fresh(self.engine, tokens)
         return self.known[key]
 
     def kill_marks(self, line, pos):
@@ -512,9 +515,12 @@ class Walk(RuleBasedStateMachine):
             self.engine.fault(kind, k)
         try:
             line.session.save(path)
-        except SystemResourceError:
-            assert kind and list(path.parent.iterdir()) == [], "a failed save leaves nothing behind"
-            return
+        except SystemResourceError as error:
+            left = list(path.parent.iterdir())
+            assert kind and left in ([], [path]), "a failed save leaves nothing behind"
+            assert not left or "the new snapshot is whole" in str(error)
+            if not left:
+                return
         finally:
             if kind and TEST_BUILD:
                 self.engine.fault(kind, 0)
@@ -564,13 +570,13 @@ class Walk(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "lines"):
             return
+        failed = sys.exc_info()[0] is not None
         try:
-            for line in self.lines:
+            for line in [] if failed else self.lines:
                 if not line.poisoned:
                     assert_same(line.session, line.tokens, self.fresh(line.tokens))
-            for array, data in self.arrays:
-                assert array.tobytes() == data
-            for m in self.marks:
+            assert all([array.tobytes() == data for array, data in self.arrays])
+            for m in [] if failed else self.marks:
                 if m.alive and m.line in self.lines and not m.line.poisoned:
                     m.line.session.rollback(m.mark)
                     self.cut(m.line, m.pos)
@@ -583,7 +589,7 @@ class Walk(RuleBasedStateMachine):
             self.lines, self.marks, self.arrays = [], [], []
             self.folder.cleanup()
         gc.collect()
-        assert settled(self.engine.ledger()) == self.begin
+        assert failed or settled(self.engine.ledger()) == self.begin
 
 
 def whole_rounds(sizes, chunk):
@@ -599,14 +605,13 @@ def whole_rounds(sizes, chunk):
         yield list(done)
 
 
-_made: dict[str, tuple] = {}
+_made: dict[str, ds4.Engine] = {}
 
 
-def engines(toy, options):
+def engine_of(toy, options):
     key = repr((toy, sorted(options.items())))
     if key not in _made:
-        engine = make_engine(toy=toy, reach_slack=SLACK, **options)
-        _made[key] = engine, twin(engine)
+        _made[key] = make_engine(toy=toy, reach_slack=SLACK, **options)
     return _made[key]
 
 
@@ -644,7 +649,7 @@ QUICK = [
 
 @pytest.mark.parametrize("toy, options", QUICK, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())))
 def test_random_walk(toy, options):
-    walk(toy, options, examples=12, steps=30, derandomize=True)
+    walk(toy, options, examples=12, steps=30, derandomize=True, phases=[Phase.generate])  # shrinking would take minutes
 
 
 @pytest.mark.slow

@@ -1,134 +1,31 @@
-"""Snapshots (K9): the loaded session equals the saved one bit for bit; whatever is damaged, foreign or cut off half-way is refused or leaves the old file."""
+"""Snapshots (K9): the loaded session equals the saved one bit for bit; a damaged or foreign file is refused."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import gc
 import hashlib
 import json
 import os
 import random
-import resource
-import shlex
 import shutil
-import signal
-import stat
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+import saved
 from corrupt import snapshot as layout
+from saved import DTYPES, HERE, TINY, TOKENS, TOYS, counts, make, needs_test_core, open_engine, refused, state
 
 import ds4
-from ds4.errors import (
-    Busy, Cancelled, ContextFull, Ds4Error, IdentityError, InexactError, NoLogits, Poisoned, PoolFull, SnapshotError,
-    SystemResourceError,
-)  # fmt: skip
+from ds4.errors import ContextFull, IdentityError, InexactError, NoLogits, PoolFull, SnapshotError
 
-TINY = Path(__file__).parent / "data" / "llama"
-TOYS = {"toy_window": 24, "toy_stride": 4}
-TOKENS = [int(t) for t in np.random.default_rng(3).integers(0, 512, 3000)]
-DTYPES = ("f32", "f16", "q8_0")
-HEAD = layout.HEAD
-
-needs_test_core = pytest.mark.skipif(os.environ.get("DS4_CORE") != "test", reason="needs the test build: DS4_CORE=test")
 pytestmark = needs_test_core
+engine, ledger, sound = saved.engine, saved.ledger, saved.sound  # fixtures
 
 
-def open_engine(model=TINY, toys=True, **options):
-    options = {"threads": 1, "pool_tokens": 16384, "reach_slack": 16, "kv_dtype": "f16", **options}
-    return ds4.Engine(model, test_options=TOYS if toys is True else toys or None, **options)
-
-
-@pytest.fixture(scope="module")
-def engine():
-    """Windows, strides and f16 rows."""
-    with open_engine() as e:
-        yield e
-
-
-@pytest.fixture(autouse=True)
-def ledger(request):
-    """K7: a test gives back all it took from the shared engine."""
-    e = request.getfixturevalue("engine") if "engine" in request.fixturenames else None
-    before = counts(e) if e else None
-    yield
-    if e:
-        e.fault("read", 0), e.fault("write", 0), e.fault("alloc", 0)
-        for session in list(e._sessions):
-            session.close()
-            del session
-        gc.collect()  # a session and its mark hold each other
-        assert counts(e) == before
-
-
-def counts(e):
-    return {name: n for name, n in e.ledger().items() if name != "bytes_system"}
-
-
-def row(s, stream, i):
-    try:
-        return s.rows(stream, i, 1)
-    except InexactError:
-        return None
-
-
-def logits(s):
-    try:
-        return s.logits.tobytes()
-    except NoLogits:
-        return None
-
-
-def state(s):
-    """Everything that can be seen of a session."""
-    s.check()
-    rows = [[row(s, i, r) for r in range(s.pos // st.stride)] for i, st in enumerate(s.engine.streams)]
-    return s.tokens, logits(s), rows, [s.nearest_exact(p) for p in range(s.pos + 1)]
-
-
-def make(e, n=333, ctx=1024):
-    """A session with a past: marks of each kind, pages dropped between them."""
-    s = e.session(ctx=ctx)
-    s.eval(TOKENS[:60])
-    s.kept = s.mark()
-    s.eval(TOKENS[60 : min(n, 140)])
-    s.mark_auto(pinned=True)
-    s.eval(TOKENS[140:n])
-    return s
-
-
-@pytest.fixture(scope="module")
-def sound(tmp_path_factory):
-    """The bytes of a small snapshot with a window, two marks and logits."""
-    with open_engine() as e, make(e, 200) as s:
-        path = tmp_path_factory.mktemp("sound") / "s"
-        s.save(path)
-        return path.read_bytes()
-
-
-def refused(e, data, tmp_path, error=SnapshotError):
-    """The text with which a file is refused; nothing may have changed."""
-    path = tmp_path / "broken"
-    path.write_bytes(data)
-    before = counts(e)
-    with pytest.raises(error) as caught:
-        e.load(path)
-    assert counts(e) == before
-    assert str(caught.value).startswith(str(path)) and str(caught.value).isprintable()
-    return str(caught.value)
-
-
-def leftovers(folder):
-    return [p.name for p in Path(folder).iterdir() if p.name.startswith(".ds4-")]
-
-
-# ---- the loaded session equals the saved one ---------------------------------------------------------------------------------------
+# ---- the loaded session equals the saved one -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("toys", [True, None], ids=["toys", "plain"])
@@ -151,7 +48,7 @@ def test_round_trip(dtype, toys, tmp_path):
 
 
 def test_the_file_is_a_function_of_the_state(engine, tmp_path):
-    """Saving what was loaded gives the same bytes: tokens, rows, marks with their flags, logits; nothing else is in it."""
+    """Saving what was loaded gives the same bytes: tokens, rows, marks with their flags, logits, and nothing else."""
     s = make(engine)
     s.save(tmp_path / "a")
     t = engine.load(tmp_path / "a")
@@ -168,7 +65,7 @@ def test_checksums_are_crc32c(sound):
 
 
 def test_unwritten_memory_never_leaves(tmp_path):
-    """Rows behind the end, which hold NaN or what was cut off, are zero in the file: the past of a session does not show."""
+    """Rows behind the end, which hold NaN or what was cut off, are zero in the file: no past of a session shows."""
     with open_engine(toys=None, kv_dtype="f32") as e, e.session() as s, e.session() as t:
         s.eval(TOKENS[:100])
         t.eval(TOKENS[:90])
@@ -180,7 +77,9 @@ def test_unwritten_memory_never_leaves(tmp_path):
         data = (tmp_path / "s").read_bytes()
         _, _, at, _, pages = next(c for c in layout.sections(data) if c[0] == "rows")
         page_bytes = e.streams[0].page_bytes
-        last = np.frombuffer(data, np.float32, offset=at + (pages - 1) * page_bytes).reshape(3, 2, 2, -1)  # layer, part, head
+        last = np.frombuffer(data, np.float32, offset=at + (pages - 1) * page_bytes).reshape(
+            3, 2, 2, -1
+        )  # layer, part, head
         keys, values = last[:, 0].reshape(3, 2, 8, 64), last[:, 1].reshape(3, 2, 64, 8)
         assert not keys[..., 36:].any() and not values[:, :, 36:].any()
         assert keys[..., :36].all() and values[:, :, :36].all()
@@ -203,6 +102,8 @@ def test_empty(engine, tmp_path):
     s.save(tmp_path / "s")
     t = engine.load(tmp_path / "s")
     assert (t.pos, t.state, t.ctx) == (0, "EMPTY", 100)
+    no_room = layout.put((tmp_path / "s").read_bytes(), 124, "I", 0)
+    refused(engine, layout.seal(no_room), tmp_path)
     for x in (s, t):
         x.eval(TOKENS[:70])
     assert state(s) == state(t)
@@ -224,16 +125,17 @@ def test_a_new_process_continues(engine, tmp_path):
     s.save(tmp_path / "s")
     code = """
 import hashlib, json, sys
-import test_snapshot as t
+import saved as t
 with t.open_engine() as e, e.load(sys.argv[1]) as s:
     s.check()
     first = [s.pos, s.tokens, hashlib.sha256(s.logits).hexdigest(), [s.nearest_exact(p) for p in range(s.pos + 1)]]
     synced = s.sync(t.TOKENS[:400])
     print(json.dumps([*first, [synced.reused, synced.evaluated], hashlib.sha256(s.logits).hexdigest()]))
 """
+    path = os.pathsep.join([str(Path(ds4.__file__).parent.parent), str(HERE)])
     done = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "s")], capture_output=True, text=True, cwd=Path(__file__).parent,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(ds4.__file__).parent.parent), str(Path(__file__).parent)])},
+        [sys.executable, "-c", code, str(tmp_path / "s")], cwd=HERE, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     pos, tokens, first, exact, synced, second = json.loads(done.stdout)
@@ -288,7 +190,7 @@ def test_ctx(engine, tmp_path):
         assert (error.value.wanted, error.value.ctx) == numbers
 
 
-# ---- foreign files ------------------------------------------------------------------------------------------------------------------
+# ---- foreign files -------------------------------------------------------------------------------------------------
 
 
 def other_weights(folder):
@@ -338,7 +240,7 @@ def test_another_identity(engine, sound, tmp_path, at, code, value, text):
     assert text in refused(engine, data, tmp_path, IdentityError)
 
 
-# ---- damaged files -----------------------------------------------------------------------------------------------------------------
+# ---- damaged files -------------------------------------------------------------------------------------------------
 
 
 def test_every_flipped_byte(engine, sound, tmp_path):
@@ -400,7 +302,9 @@ def test_fuzzed_lists(engine, sound, tmp_path):
         data = sound
         for _ in range(rng.choice((1, 2, 4))):
             at, n = rng.choice(lists)
-            data = layout.put(data, at + rng.randrange(0, n, 4), "I", rng.choice((rng.randrange(40), rng.randrange(600))))
+            data = layout.put(
+                data, at + rng.randrange(0, n, 4), "I", rng.choice((rng.randrange(40), rng.randrange(600)))
+            )
         tried(engine, layout.seal(data), tmp_path / "f")
 
 
@@ -420,255 +324,7 @@ def test_a_file_of_another_kind(engine, tmp_path):
     assert "too short" in refused(engine, b"", tmp_path)
 
 
-# ---- places that cannot be read or written ----------------------------------------------------------------------------------------
-
-
-def test_paths(engine, tmp_path):
-    s = make(engine, 70)
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "folder").mkdir()
-    os.symlink("/dev/null", tmp_path / "null")
-    before = sorted(p.name for p in tmp_path.iterdir())
-    for path, text in (
-        (tmp_path / "none" / "s", os.strerror(errno.ENOENT)), (tmp_path / "pipe" / "s", os.strerror(errno.ENOTDIR)),
-        (tmp_path / "folder", "a folder"), (f"{tmp_path}/folder/", "a folder"), (tmp_path / "folder" / "..", "a folder"),
-        (tmp_path / "pipe", "a device or a pipe"), (tmp_path / "null", "a device or a pipe"), ("", "a folder"),
-        (tmp_path / ("x" * 300), os.strerror(errno.ENAMETOOLONG)),
-    ):  # fmt: skip
-        with pytest.raises(SystemResourceError) as error:
-            s.save(path)
-        assert text in str(error.value), path
-        if path:
-            with pytest.raises(SystemResourceError):
-                engine.load(path)
-    with pytest.raises(SystemResourceError, match=os.strerror(errno.ENOENT)):
-        engine.load(tmp_path / "missing")
-    assert sorted(p.name for p in tmp_path.iterdir()) == before
-    assert os.stat("/dev/null").st_rdev and state(s)
-
-
-@pytest.mark.skipif(os.geteuid() == 0 and not os.path.isdir("/sys/kernel"), reason="root may write anywhere here")
-def test_read_only_folder(engine, tmp_path):
-    s = engine.session()
-    folder = Path("/sys/kernel") if os.geteuid() == 0 else tmp_path / "locked"
-    if os.geteuid():
-        folder.mkdir(mode=0o500)
-    with pytest.raises(SystemResourceError):
-        s.save(folder / "s")
-
-
-def test_disk_full(engine, tmp_path):
-    """Stands for every write that the system refuses half-way: the limit is inside the rows."""
-    s = make(engine)
-    s.save(tmp_path / "s")
-    old = (tmp_path / "s").read_bytes()
-    s.eval([1])
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    for size in (0, 100, 4096, len(old) - 1):
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-        try:
-            with pytest.raises(SystemResourceError, match=os.strerror(errno.EFBIG)):
-                s.save(tmp_path / "s")
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        assert (tmp_path / "s").read_bytes() == old and not leftovers(tmp_path)
-    s.save(tmp_path / "s")
-    assert engine.load(tmp_path / "s").pos == s.pos
-
-
-def test_only_the_owner_reads_it(engine, tmp_path):
-    s = make(engine, 70)
-    (tmp_path / "s").touch(mode=0o644)
-    os.symlink("s", tmp_path / "link")
-    here = os.getcwd()
-    os.chdir(tmp_path)
-    try:
-        s.save("s")
-        s.save("./link")
-        assert engine.load("link").pos == 70
-    finally:
-        os.chdir(here)
-    assert stat.S_IMODE(os.stat(tmp_path / "s").st_mode) == 0o600
-    assert not os.path.islink(tmp_path / "link")
-
-
-def test_long_names(engine, tmp_path):
-    s = make(engine, 70)
-    for name in ("x" * 255, "\udcff\udc80", "ein Name\nmit Umbruch"):
-        s.save(tmp_path / name)
-        assert engine.load(tmp_path / name).pos == 70
-
-
-# ---- failures in the middle ------------------------------------------------------------------------------------------------------------
-
-
-def sweep(e, kind, call, after, most=400):
-    """Lets the 1st, 2nd, ... operation of `kind` fail until `call` needs fewer; returns how many there were."""
-    for k in range(1, most):
-        e.fault(kind, k)
-        try:
-            call()
-        except Ds4Error as error:
-            e.fault(kind, 0)
-            after(k, error)
-        else:
-            e.fault(kind, 0)
-            return k - 1
-    raise AssertionError("the sweep does not end")
-
-
-def test_every_failing_write(engine, tmp_path):
-    s = make(engine)
-    s.save(tmp_path / "s")
-    old = (tmp_path / "s").read_bytes()
-    s.eval([7])
-    s.save(tmp_path / "new")
-    new, before, held = (tmp_path / "new").read_bytes(), counts(engine), state(s)
-    found = []
-
-    def after(k, error):
-        assert isinstance(error, SystemResourceError) and os.strerror(errno.EIO) in str(error)
-        found.append((tmp_path / "s").read_bytes())
-        assert found[-1] in (old, new) and not leftovers(tmp_path)
-        assert counts(engine) == before and s.state == "LIVE"
-
-    n = sweep(engine, "write", lambda: s.save(tmp_path / "s"), after)
-    assert n >= 6  # folder, temporary file, rows, header, fsync, rename, fsync of the folder
-    assert found.index(new) == n - 1  # only the last comes after the rename
-    assert state(s) == held
-
-
-@pytest.mark.parametrize("call", ["save", "load"])
-def test_every_failing_allocation(engine, tmp_path, call):
-    s = make(engine)
-    s.save(tmp_path / "s")
-    data, held, before = (tmp_path / "s").read_bytes(), state(s), counts(engine)
-
-    def after(k, error):
-        assert isinstance(error, SystemResourceError)
-        assert counts(engine) == before and not leftovers(tmp_path)
-
-    n = sweep(engine, "alloc", lambda: s.save(tmp_path / "s") if call == "save" else engine.load(tmp_path / "s").close(), after)
-    assert n >= 5
-    assert state(s) == held and (tmp_path / "s").read_bytes() == data
-
-
-def test_every_failing_read(engine, tmp_path):
-    s = make(engine)
-    s.save(tmp_path / "s")
-    before = counts(engine)
-
-    def after(k, error):
-        assert isinstance(error, SystemResourceError) and os.strerror(errno.EIO) in str(error)
-        assert counts(engine) == before
-
-    assert sweep(engine, "read", lambda: engine.load(tmp_path / "s").close(), after) >= 8
-
-
-KILL_AT = """
-#define _GNU_SOURCE
-#include <dlfcn.h>
-#include <signal.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/types.h>
-#include <unistd.h>
-static int armed, seen;
-void arm(int at) { armed = at; seen = 0; }
-static void step(void) { if (armed && ++seen == armed) kill(getpid(), SIGKILL); }
-#define REAL(type, name) type (*real)() = (type (*)())dlsym(RTLD_NEXT, name); step()
-ssize_t pwrite(int fd, const void *p, size_t n, off_t at) {
-  REAL(ssize_t, "pwrite64");
-  if (n > 30000) n /= 2; /* a short write, so that there is a half-written file to die with */
-  return ((ssize_t (*)(int, const void *, size_t, off_t))real)(fd, p, n, at);
-}
-ssize_t pwrite64(int fd, const void *p, size_t n, off_t at) { return pwrite(fd, p, n, at); }
-int fsync(int fd) { REAL(int, "fsync"); return ((int (*)(int))real)(fd); }
-int flock(int fd, int how) { REAL(int, "flock"); return ((int (*)(int, int))real)(fd, how); }
-int renameat(int a, const char *b, int c, const char *d) {
-  REAL(int, "renameat");
-  int result = ((int (*)(int, const char *, int, const char *))real)(a, b, c, d);
-  step();
-  return result;
-}
-"""
-KILLED = """
-import ctypes, sys
-import test_snapshot as t
-arm = ctypes.CDLL(sys.argv[1]).arm
-with t.open_engine() as e, t.make(e, 200) as s:
-    print("ready", flush=True)
-    arm(int(sys.argv[2]))
-    s.save(sys.argv[3])
-    arm(0)
-    print("saved", flush=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.nosanitize
-@pytest.mark.skipif(sys.platform != "linux" or not shutil.which(shlex.split(os.environ.get("CC", "cc"))[0]), reason="needs Linux and a C compiler")
-def test_killed_at_every_step(engine, tmp_path):
-    """H9: kill -9 at every write, short ones too, lock, fsync and rename: the old file or the new one, and never a mix."""
-    (tmp_path / "kill.c").write_text(KILL_AT)
-    subprocess.run([*shlex.split(os.environ.get("CC", "cc")), "-shared", "-fPIC", "-w", "kill.c", "-o", "kill.so", "-ldl"], cwd=tmp_path, check=True)
-    folder = tmp_path / "folder"
-    folder.mkdir()
-    path = folder / "s"
-    with make(engine, 100) as s:
-        s.save(path)
-    old = path.read_bytes()
-    with make(engine, 200) as s:
-        s.save(tmp_path / "new")
-    new = (tmp_path / "new").read_bytes()
-    here = Path(__file__).parent
-    env = {
-        **os.environ,
-        "LD_PRELOAD": str(tmp_path / "kill.so"),
-        "PYTHONPATH": os.pathsep.join([str(Path(ds4.__file__).parent.parent), str(here)]),
-    }
-    outcomes = []
-    for k in range(1, 100):
-        path.write_bytes(old)
-        done = subprocess.run(
-            [sys.executable, "-c", KILLED, str(tmp_path / "kill.so"), str(k), str(path)], env=env, cwd=here, capture_output=True, text=True
-        )
-        assert done.stdout.startswith("ready"), done.stderr
-        outcomes.append(path.read_bytes())
-        assert outcomes[-1] in (old, new), f"step {k} left a mix"
-        assert len(leftovers(folder)) <= 1, "the next save removes what a dead one left"
-        if done.returncode == 0:
-            break
-        assert done.returncode == -signal.SIGKILL
-        engine.load(path).close()
-    assert outcomes[-1] == new and not leftovers(folder)
-    assert len(outcomes) > 10 and outcomes.index(new) >= len(outcomes) - 4  # after the rename: one step, the fsync of the folder, the end
-
-
-def test_leftovers_of_the_dead_go_and_those_of_the_living_stay(engine, tmp_path):
-    """A save removes what a killed one left for the same path; a lock says that the writer lives."""
-    s = make(engine, 70)
-    seen = []
-    thread = threading.Thread(target=lambda: [seen.extend(leftovers(tmp_path)) for _ in range(3000)])
-    thread.start()
-    while thread.is_alive():
-        s.save(tmp_path / "s")
-    assert seen and not leftovers(tmp_path)
-    prefix = seen[0][: seen[0].index("-", 6)]
-    dead, alive, other = tmp_path / f"{prefix}-1-1-0.tmp", tmp_path / f"{prefix}-2-2-0.tmp", tmp_path / ".ds4-0000000000000000-1-1-0.tmp"
-    for p in (dead, alive, other):
-        p.write_bytes(b"x")
-    os.mkfifo(tmp_path / f"{prefix}-3-3-0.tmp")  # not a file: left alone, and nothing waits for it
-    with open(alive, "rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        s.save(tmp_path / "s")
-        assert not dead.exists() and alive.exists() and other.exists()
-    s.save(tmp_path / "s")
-    assert not alive.exists() and other.exists()
-    assert engine.load(tmp_path / "s").pos == 70
-
-
-# ---- room -------------------------------------------------------------------------------------------------------------------------------
+# ---- room ----------------------------------------------------------------------------------------------------------
 
 
 def test_pool_full(sound, tmp_path):
@@ -731,118 +387,3 @@ def test_marks_above_the_budget_go(tmp_path):
             assert e.ledger()["auto_mark_bytes"] <= 600_000 / 8
             t.truncate(handles[-1].pos)
         assert all(h.alive for h in handles)
-
-
-# ---- other calls meanwhile -----------------------------------------------------------------------------------------------------------------
-
-
-def test_busy_and_poisoned(engine, tmp_path):
-    s, seen = make(engine), []
-
-    def save(done, total):
-        with pytest.raises(Busy):
-            s.save(tmp_path / "s")
-        seen.append(done)
-
-    s.eval(TOKENS[:40], chunk=10, progress=save)
-    assert len(seen) >= 4 and not (tmp_path / "s").exists()
-    engine.fault("device", 3)
-    with pytest.raises(Ds4Error):
-        s.eval([1])
-    with pytest.raises(Poisoned):
-        s.save(tmp_path / "s")
-    assert not (tmp_path / "s").exists()
-
-
-def test_save_while_others_compute(engine, tmp_path):
-    """Forks write, marks come and go, others evaluate; every file holds the one state that was saved."""
-    s = make(engine)
-    held, before = state(s), s.auto_marks
-    child, stop, faults = s.fork(), threading.Event(), []
-
-    def work():
-        rng = random.Random(5)
-        try:
-            while not stop.is_set():
-                child.eval(TOKENS[: rng.randrange(1, 90)], chunk=16)
-                child.truncate(child.nearest_exact(min(child.pos, rng.choice((60, 140, 333)))))
-                try:
-                    m = s.mark()
-                    if rng.random() < 0.5:
-                        time.sleep(rng.random() / 500)
-                    m.release()
-                except Busy:
-                    pass
-        except BaseException as error:
-            faults.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    try:
-        files = set()
-        for i in range(60):
-            while True:
-                try:
-                    s.save(tmp_path / "s")
-                    break
-                except Busy:
-                    time.sleep(0)
-            with engine.load(tmp_path / "s") as t:
-                assert t.tokens == s.tokens and t.logits.tobytes() == s.logits.tobytes()
-                if i % 20 == 0:
-                    assert state(t)[2] == held[2]
-            data = (tmp_path / "s").read_bytes()
-            files.add(tuple(data[at : at + n] for kind, stream, at, n, _ in layout.sections(data) if kind == "rows" and stream != 1))
-    finally:
-        stop.set()
-        thread.join()
-    assert not faults and len(files) == 1
-    assert s.auto_marks == before and state(s) == held
-
-
-@pytest.mark.parametrize("how", ["cancel", "close"])
-def test_cancelled_or_closed_while_it_saves(engine, tmp_path, how):
-    """The file is there whole, or not at all; the pages come back."""
-    outcomes, path = set(), tmp_path / "s"
-    with engine.session() as parent:
-        parent.eval(TOKENS)
-        for i in range(400):
-            s = parent.fork()
-            thread = threading.Thread(target=lambda s=s, i=i: (time.sleep(i % 40 / 20_000), getattr(s, how)()))
-            thread.start()
-            try:
-                s.save(path)
-                outcomes.add("saved")
-            except Cancelled:
-                outcomes.add("cancelled")
-                assert not path.exists()
-            except Ds4Error as error:
-                assert "closed" in str(error) and how == "close"
-            thread.join()
-            s.close()
-            if path.exists():
-                engine.load(path).close()
-                path.unlink()
-            if i >= 40 and "cancelled" in outcomes:
-                break
-    assert "cancelled" in outcomes and not leftovers(tmp_path)
-
-
-def test_two_saves_to_one_path(engine, tmp_path):
-    sessions, faults = [make(engine, n) for n in (100, 200, 300)], []
-
-    def work(s):
-        try:
-            for _ in range(20):
-                s.save(tmp_path / "s")
-        except BaseException as error:
-            faults.append(error)
-
-    threads = [threading.Thread(target=work, args=(s,)) for s in sessions]
-    [t.start() for t in threads]
-    for _ in range(20):
-        if (tmp_path / "s").exists():
-            with engine.load(tmp_path / "s") as t:
-                assert t.pos in (100, 200, 300)
-    [t.join() for t in threads]
-    assert not faults and not leftovers(tmp_path)

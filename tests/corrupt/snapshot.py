@@ -1,8 +1,9 @@
-"""The byte layout of docs/snapshot.md a second time, in Python: reads snapshots, seals changed ones with true checksums,
-and makes the corpus of broken ones from a sound one (they hold the identity of a model, so none is committed)."""
+"""The byte layout of docs/snapshot.md a second time, in Python: reads snapshots, gives changed ones true checksums, and
+makes the corpus of broken ones from a sound one. They hold the identity of a model, so none is committed."""
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Iterator
 
@@ -23,6 +24,7 @@ def _table() -> list[int]:
 _TABLE = _table()
 
 
+@functools.lru_cache(maxsize=256)  # most sections stay as they were
 def crc32c(data: bytes) -> int:
     crc = 0xFFFFFFFF
     for byte in data:
@@ -89,7 +91,10 @@ def fields(data: bytes) -> Iterator[tuple[str, int, str]]:
 
 def cases(data: bytes) -> dict[str, tuple[bytes, str]]:
     """name -> (broken snapshot with true checksums, a part of the error). `data` has a window, two marks and logits."""
-    place = {f"{kind}.{stream}": (HEAD + i * ENTRY, at, count) for i, (kind, stream, at, _, count) in enumerate(sections(data))}
+    place = {
+        f"{kind}.{stream}": (HEAD + i * ENTRY, at, count)
+        for i, (kind, stream, at, _, count) in enumerate(sections(data))
+    }
     (tokens, tokens_at, n), (marks, marks_at, n_marks) = place["tokens.0"], place["marks.0"]
     logits, rows, pages_at = place["logits.0"][0], place["rows.0"][0], place["pages.1"][1]
     first, last = pages_at + LINE, pages_at + LINE + 4 * (place["pages.1"][2] - 1)
@@ -135,11 +140,10 @@ def cases(data: bytes) -> dict[str, tuple[bytes, str]]:
     }
     made = {name: (seal(put(data, at, code, value)), text) for name, (at, code, value, text) in damaged.items()}
     for i, (kind, stream, at, size, _) in enumerate(sections(data)):
+        name, last, crc = f"checksum_{kind}_{stream}", at + size - 1, HEAD + i * ENTRY + 28
         if size:
-            made[f"checksum_{kind}_{stream}"] = (put(data, at + size - 1, "B", data[at + size - 1] ^ 1), "checksum of a section")
-            made[f"checksum_stored_{kind}_{stream}"] = (
-                seal(put(data, HEAD + i * ENTRY + 28, "I", u32(data, HEAD + i * ENTRY + 28) ^ 1), False), "checksum of a section",
-            )  # fmt: skip
+            made[name] = (put(data, last, "B", data[last] ^ 1), "checksum of a section")
+            made[name + "_stored"] = (seal(put(data, crc, "I", u32(data, crc) ^ 1), False), "checksum of a section")
     for at in edges(data)[:-1]:
         made[f"cut_{at}"] = (data[:at], "")
         made[f"cut_behind_{at}"] = (data[: at + 1], "")

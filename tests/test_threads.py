@@ -1,0 +1,596 @@
+"""Threads, forked processes, ends of processes, memory over time."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+from oracle import DATA, assert_same, fresh_logits, make_engine, settled, some_tokens
+
+import ds4
+from ds4.errors import Busy, Cancelled, Ds4Error, ForkedError
+
+TOKENS = some_tokens(200)
+LONG = 60.0  # seconds after which something hangs
+
+
+class Call(threading.Thread):
+    """A call in another thread that stops after its first chunk until `go`; `error` is what it raised."""
+
+    def __init__(self, call, hold=True):
+        super().__init__(daemon=True)
+        self.call, self.error, self.inside, self.go = call, None, threading.Event(), threading.Event()
+        if not hold:
+            self.go.set()
+        self.start()
+        if hold:
+            assert self.inside.wait(LONG)
+
+    def progress(self, done, total):
+        self.inside.set()
+        assert self.go.wait(LONG)
+
+    def run(self):
+        try:
+            self.call(self.progress)
+        except BaseException as error:
+            self.error = error.with_traceback(None)
+
+    def end(self):
+        self.go.set()
+        self.join(LONG)
+        assert not self.is_alive(), "the call hangs"
+        return self.error
+
+
+# ---- one writer ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_second_writer_is_refused_and_readers_see_the_last_chunk(engine_of, tmp_path):
+    """E10: BUSY for every call that would change the session, no crash, and nothing changes."""
+    engine = engine_of(toy="both")
+    session = engine.session()
+    session.eval(TOKENS[:50])
+    mark = session.mark()
+    call = Call(lambda progress: session.eval(TOKENS[50:], chunk=10, progress=progress))
+    refused = [
+        lambda: session.eval([1]),
+        lambda: session.sync([1]),
+        lambda: session.score([1]),
+        lambda: session.refresh(),
+        lambda: session.truncate(10),
+        lambda: session.truncate(session.pos),
+        lambda: session.fork(),
+        lambda: session.fork(10),
+        lambda: session.mark(),
+        lambda: session.mark_auto(),
+        lambda: session.rollback(mark),
+        lambda: session.clear(),
+        lambda: session.reserve(10),
+        lambda: session.save(tmp_path / "busy"),
+        lambda: session.logits,
+        lambda: engine.eval_batch([(session, [1])]),
+        lambda: session.eval([]),
+    ]
+    for other in refused:
+        with pytest.raises(Busy):
+            other()
+    assert (session.state, session.pos, session.logits_valid, session.tokens) == ("BUSY", 60, False, TOKENS[:60])
+    assert session.nearest_exact(20) == 20 and mark.pos == 50
+    session.check()
+    with engine.session() as free:
+        with pytest.raises(Busy):
+            engine.eval_batch([(free, [1, 2]), (session, [1])])
+        assert free.pos == 0 and free.state == "EMPTY"
+    assert list(tmp_path.iterdir()) == []
+    assert call.end() is None
+    assert_same(session, TOKENS)
+    session.rollback(mark)
+    assert_same(session, TOKENS[:50])
+
+
+def test_a_mark_can_be_released_while_a_call_works(engine_of):
+    """Its pages go back, and the call still has all that it reads."""
+    engine = engine_of(toy="window", reach_slack=0)
+    session = engine.session()
+    session.eval(TOKENS[:40], chunk=8)
+    mark = session.mark()
+    session.eval(TOKENS[40:60], chunk=8)
+    call = Call(lambda progress: session.eval(TOKENS[60:], chunk=7, progress=progress))
+    mark.release()
+    session.check()
+    assert call.end() is None
+    assert_same(session, TOKENS)
+
+
+def test_other_sessions_enter_between_chunks(engine_of):
+    """E6: a second client neither interrupts the first nor waits for its end."""
+    engine = engine_of()
+    first, second = engine.session(), engine.session()
+    call = Call(lambda progress: first.eval(TOKENS, chunk=10, progress=progress))
+    second.eval(TOKENS[:70])
+    child = second.fork()
+    second.truncate(5)
+    engine.eval_batch([(second, [1]), (child, [2])])
+    assert first.pos == 10 and call.is_alive()
+    assert call.end() is None
+    assert_same(first, TOKENS)
+    assert_same(second, [*TOKENS[:5], 1])
+    assert_same(child, [*TOKENS[:70], 2])
+
+
+@pytest.mark.parametrize("backend", ["cpu", "ref"])
+def test_short_calls_get_their_turn_while_a_long_one_works(engine_of, backend):
+    engine = engine_of(backend=backend, threads=2)
+    long, short = engine.session(), engine.session()
+    call = Call(lambda progress: long.eval(some_tokens(4000), chunk=16, logits=None), hold=False)
+    while long.pos == 0 and call.is_alive():
+        time.sleep(0.001)
+    turns = 0
+    while call.is_alive() and turns < 10:
+        short.eval([turns])
+        turns += 1
+    assert turns >= 5, "one turn between two chunks is enough for a short call"
+    long.cancel()
+    assert call.end() is None or isinstance(call.error, Cancelled)
+    assert_same(short, list(range(turns)))
+    assert_same(long, some_tokens(4000)[: long.pos])
+
+
+def test_many_threads_on_many_sessions(engine_of):
+    """Each thread walks its own session; pages, forks and batches cross in the engine."""
+    engine = engine_of(toy="both", threads=2, reach_slack=16)
+    ready, errors, done = threading.Barrier(6), [], []
+
+    def walk(number):
+        try:
+            session, tokens = engine.session(), []
+            ready.wait(LONG)
+            for step in range(25):
+                new = some_tokens(1 + (number * 7 + step * 5) % 40, number * 100 + step)
+                session.eval(new, chunk=3 + number)
+                tokens += new
+                if step % 3 == number % 3:
+                    pos = session.nearest_exact(max(0, len(tokens) - 10))
+                    session.truncate(pos)
+                    del tokens[pos:]
+                if step % 5 == 4:
+                    old, session = session, session.fork()
+                    mark = old.mark()
+                    old.eval([1, 2, 3])
+                    old.rollback(mark)
+                    old.close()
+                session.check()
+            done.append((session, tokens))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=walk, args=(i,), daemon=True) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+        assert not thread.is_alive(), "a thread hangs"
+    assert not errors
+    for session, tokens in done:
+        assert_same(session, tokens)
+    done.clear()
+
+
+def test_two_threads_on_one_session_never_mix(engine_of):
+    """E10: whoever comes second gets Busy; the tokens of a call that was let in are all there, in one piece."""
+    session, pieces, errors = engine_of(threads=2).session(), [], []
+
+    def write(number):
+        for step in range(60):
+            piece = [number] * (1 + step % 5)
+            try:
+                session.eval(piece, chunk=2, logits=None)
+                pieces.append(piece)
+            except Busy:
+                pass
+            except BaseException as error:
+                errors.append(error)
+
+    threads = [threading.Thread(target=write, args=(i,), daemon=True) for i in (3, 4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG)
+    assert not errors and sum(map(len, pieces)) == session.pos
+    assert sorted(token for piece in pieces for token in piece) == sorted(session.tokens)
+    assert_same(session, session.tokens)
+
+
+# ---- cancel and close -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["eval", "sync", "score", "eval_batch"])
+def test_cancel_from_another_thread(engine_of, what):
+    engine = engine_of()
+    session, other = engine.session(), engine.session()
+    calls = {
+        "eval": lambda progress: session.eval(TOKENS, chunk=10, progress=progress),
+        "sync": lambda progress: session.sync(TOKENS, chunk=10, progress=progress),
+        "score": lambda progress: session.score(TOKENS, chunk=10, progress=progress),
+        "eval_batch": lambda progress: engine.eval_batch([(session, TOKENS), (other, [1])], chunk=10, progress=progress),
+    }
+    call = Call(calls[what])
+    session.cancel()
+    error = call.end()
+    assert isinstance(error, Cancelled) and (error.positions or [error.pos])[0] == session.pos == 10
+    assert_same(session, TOKENS[:10])
+    session.eval(TOKENS[10:])
+    assert_same(session, TOKENS)
+
+
+def test_cancel_with_nothing_to_cancel_does_nothing(engine_of):
+    with engine_of().session() as session:
+        session.cancel()
+        session.eval(TOKENS)
+        session.cancel()
+        session.eval([1])
+        assert_same(session, [*TOKENS, 1])
+
+
+def test_a_call_that_waits_for_its_turn_can_be_cancelled(engine_of):
+    """E4: it never starts."""
+    engine = engine_of(backend="ref")
+    long, waiting = engine.session(), engine.session()
+    first = Call(lambda progress: long.eval(some_tokens(4000), chunk=2048), hold=False)
+    while long.state != "BUSY" and first.is_alive():
+        time.sleep(0.001)
+    second = Call(lambda progress: waiting.eval(TOKENS), hold=False)
+    while waiting.state != "BUSY" and second.is_alive():
+        time.sleep(0.001)
+    waiting.cancel()
+    assert isinstance(second.end(), Cancelled) and waiting.pos == 0
+    assert first.is_alive(), "the long call goes on"
+    start = time.monotonic()
+    long.cancel()
+    assert isinstance(first.end(), Cancelled)
+    assert time.monotonic() - start < 5, "cancel is served inside a chunk"
+    assert_same(waiting, [])
+    assert_same(long, some_tokens(4000)[: long.pos])
+
+
+@pytest.mark.parametrize("what", ["session", "engine"])
+def test_close_during_a_call(what):
+    """E9, J7: the call ends with Cancelled; afterwards everything has been given back."""
+    engine = make_engine()
+    start = settled(engine.ledger())
+    session, other = engine.session(), engine.session()
+    other.eval(TOKENS[:5])
+    call = Call(lambda progress: session.eval(TOKENS, chunk=10, progress=progress))
+    if what == "session":
+        session.close()
+    else:
+        engine.close()
+    assert isinstance(call.end(), Cancelled)
+    with pytest.raises(Ds4Error, match="closed"):
+        session.eval([1])
+    if what == "session":
+        other.eval([1])
+        assert_same(other, [*TOKENS[:5], 1])
+        other.close()
+        del call
+        gc.collect()
+        assert settled(engine.ledger()) == start
+        engine.close()
+
+
+def test_close_gives_back_at_once(engine_of):
+    """Whatever still hangs on the session, an exception with its traceback for one."""
+    engine = engine_of()
+    before = settled(engine.ledger())
+    session, kept = engine.session(), []
+    mark = session.mark()
+    for call in (
+        lambda: session.eval(TOKENS, chunk=10, progress=lambda done, total: session.cancel()),
+        lambda: session.sync(TOKENS, chunk=10, progress=lambda done, total: session.cancel()),
+        lambda: session.score(TOKENS, chunk=10, progress=lambda done, total: session.cancel()),
+        lambda: session.truncate(1000),
+        lambda: session.eval([99999]),
+        lambda: session.fork(-5),
+        lambda: session.rows(0, 0, 1000),
+    ):
+        try:
+            call()
+        except Ds4Error as error:
+            kept.append(error)
+    assert len(kept) == 7
+    session.close()
+    assert not mark.alive
+    mark.release()
+    assert settled(engine.ledger()) == before
+    assert kept
+
+
+@pytest.mark.parametrize("use", ["cancel", "pos", "eval", "fork"])
+def test_close_against_use_in_another_thread(engine_of, use):
+    """`cancel` comes from any thread, also when the session is being closed: an error, never a crash."""
+    engine = engine_of()
+    uses = {
+        "cancel": lambda s: s.cancel(),
+        "pos": lambda s: s.pos,
+        "eval": lambda s: s.eval([1], logits=None),
+        "fork": lambda s: s.fork().close(),
+    }
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for i in range(80):
+            session, ends, started = engine.session(), [], threading.Event()
+
+            def run(session=session, ends=ends, started=started):
+                try:
+                    while True:
+                        started.set()
+                        uses[use](session)
+                except Ds4Error as error:
+                    ends.append(type(error))
+
+            threads = [threading.Thread(target=run, daemon=True) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+            started.wait(LONG)
+            for _ in range(i):
+                pass
+            session.close()
+            for thread in threads:
+                thread.join(LONG)
+                assert not thread.is_alive()
+            assert len(ends) == 2
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_a_callback_cannot_wait_for_itself(engine_of):
+    """A progress callback that computes on the same engine would wait for its own call: refused at every place, also inside a chunk."""
+    for backend, chunk in (("ref", 2048), ("ref", 16), ("cpu", 8)):
+        engine = engine_of(backend=backend)
+        session, other = engine.session(), engine.session()
+        seen = []
+
+        def compute(done, total, other=other, session=session, seen=seen):
+            for call in (lambda: other.eval([1]), lambda: session.eval([1]), lambda: other.sync([2, 3])):
+                try:
+                    call()
+                    seen.append(None)
+                except Busy:
+                    seen.append(Busy)
+
+        session.eval(some_tokens(900 if chunk == 2048 else 100), chunk=chunk, progress=compute)
+        assert set(seen) == {Busy}
+        assert_same(other, [])
+
+
+# ---- forked processes -------------------------------------------------------------------------------------------------------------
+
+
+def run_script(text, code=0, timeout=90, **environment):
+    """Runs Python in a process of its own; `CORE` names the build that this one uses."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TINY": str(DATA / "llama"), **environment}
+    text = "import atexit, gc, os, sys, threading, time\nimport ds4\nfrom ds4.errors import *\nTINY = os.environ['TINY']\n" + textwrap.dedent(text)
+    done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, timeout=timeout)
+    assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def test_a_forked_child_is_told_so():
+    """It raises instead of hanging on threads that are gone, or answering with zeros; the parent goes on; the child can make an engine of its own."""
+    run_script(
+        """
+        eng = ds4.Engine(TINY, threads=2, pool_tokens=4096)
+        s = eng.session()
+        s.eval(list(range(100)))
+        m, wanted = s.mark(), s.logits.tobytes()
+        busy = eng.session()
+        t = threading.Thread(target=lambda: busy.eval(list(range(500)) * 6, chunk=8), daemon=True)
+        t.start()
+        while busy.pos == 0:
+            time.sleep(0.001)
+        pid = os.fork()
+        if pid == 0:
+            code = 0
+            calls = dict(eval=lambda: s.eval([1]), sync=lambda: s.sync([1]), truncate=lambda: s.truncate(1), fork=lambda: s.fork(),
+                mark=lambda: s.mark(), rollback=lambda: s.rollback(m), pos=lambda: s.pos, tokens=lambda: s.tokens, logits=lambda: s.logits,
+                check=lambda: s.check(), session=lambda: eng.session(), ledger=lambda: eng.ledger(), clear=lambda: s.clear(),
+                state=lambda: s.state, valid=lambda: s.logits_valid, nearest=lambda: s.nearest_exact(1), rows=lambda: s.rows(0, 0, 1),
+                reserve=lambda: s.reserve(1), refresh=lambda: s.refresh(), score=lambda: s.score([1]), mark_pos=lambda: m.pos,
+                save=lambda: s.save("/nonexistent/x"), batch=lambda: eng.eval_batch([(s, [1])]))
+            for name, call in calls.items():
+                try:
+                    call()
+                    print("no error:", name)
+                    code = 1
+                except ForkedError as error:
+                    if "after the fork" not in str(error) or error.pos not in (None, 100):
+                        print(name, error, error.pos)
+                        code = 1
+            own = ds4.Engine(TINY, threads=2, pool_tokens=4096)
+            o = own.session()
+            o.eval(list(range(100)))
+            if o.logits.tobytes() != wanted:
+                code = 2
+            m.release(); s.close(); busy.close(); eng.close()
+            del s, m, eng, busy, o, own
+            gc.collect()
+            sys.stdout.flush()
+            os._exit(code)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        s.truncate(99)
+        s.eval([99])
+        assert s.logits.tobytes() == wanted
+        busy.cancel()
+        t.join()
+        """
+    )
+
+
+def test_a_forked_child_that_exits_normally_does_not_hang():
+    """Its finalizers run on copies of the parent's objects; logits that outlive their engine are the last to hold it."""
+    run_script(
+        """
+        eng = ds4.Engine(TINY, threads=2, pool_tokens=4096)
+        s = eng.session()
+        s.eval([1, 2, 3])
+        array = s.logits
+        s.close()
+        eng.close()
+        del s, eng
+        gc.collect()
+        pid = os.fork()
+        if pid == 0:
+            del array
+            gc.collect()
+            sys.exit(0)
+        for _ in range(300):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                break
+            time.sleep(0.1)
+        else:
+            os.kill(pid, 9)
+            sys.exit("the child hangs")
+        assert os.waitstatus_to_exitcode(status) == 0
+        """
+    )
+
+
+# ---- ends of processes ---------------------------------------------------------------------------------------------------------------
+
+
+ENDINGS = {
+    "live objects": "",
+    "engine first": "del eng",
+    "reference cycles": "class C: pass\nc = C(); c.me = c; c.s = s; c.m = m; c.e = eng; c.a = s.logits; del s, m, eng",
+    "cycle with a callback": "def cb(d, t): s.pos, m\ncb.me = cb\ns.eval([4], progress=cb)",
+    "at exit": "atexit.register(lambda: (s.eval([5]), s.truncate(1), m.alive, s.close(), eng.close()))",
+    "at exit, engine first": "atexit.register(lambda: (eng.close(), s.close(), m.release()))",
+    "in a module": "sys.modules['kept'] = (s, m, eng, s.logits)",
+    "an exception": "import contextlib\nwith contextlib.suppress(ArgumentError):\n    s.truncate(99)\ntry:\n    s.eval([1] * 5000)\nexcept ContextFull as e:\n    kept = e",
+    "a thread in a call": "t = threading.Thread(target=lambda: eng.session().eval([1] * 4000, chunk=8), daemon=True); t.start(); time.sleep(0.05)",
+    "a thread in a callback": "t = threading.Thread(target=lambda: eng.session().eval([1] * 4000, chunk=1, progress=lambda d, t: time.sleep(0.001)), daemon=True); t.start(); time.sleep(0.05)",
+    "a generator": "g = s.generate(max_tokens=50); next(g); kept = g",
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_the_end_of_a_process(ending):
+    """J7: exit with live objects, in cycles, from atexit, with a thread inside the core: no traceback, no crash, no hang."""
+    script = "eng = ds4.Engine(TINY, threads=2, pool_tokens=8192)\ns = eng.session()\ns.eval([1, 2, 3])\nm = s.mark()\n"
+    done = run_script(script + ENDINGS[ending])
+    assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_an_interrupt_reaches_a_call():
+    """Ctrl-C in the main thread while it sits in C: KeyboardInterrupt, and the session is usable."""
+    run_script(
+        """
+        import signal
+        eng = ds4.Engine(TINY, backend="ref", pool_tokens=8192)
+        s = eng.session()
+        threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+        start = time.monotonic()
+        try:
+            s.eval([1] * 4000, chunk=2000)
+            sys.exit("not interrupted")
+        except KeyboardInterrupt:
+            pass
+        assert time.monotonic() - start < 5
+        assert s.pos in (0, 2000) and s.state in ("EMPTY", "LIVE")
+        s.check()
+        s.sync([1, 2, 3])
+        """
+    )
+
+
+# ---- memory and CPUs over time ---------------------------------------------------------------------------------------------------------
+
+
+def resident():
+    with open("/proc/self/statm") as f:
+        return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads the resident memory from /proc")
+
+
+@pytest.mark.nosanitize
+@needs_proc
+def test_memory_is_flat_over_engines():
+    """J6: open and close 50 times."""
+    sizes = []
+    for i in range(60):
+        with make_engine(threads=2) as engine, engine.session() as session:
+            session.eval(TOKENS[:50])
+            child, mark = session.fork(30), session.mark()
+            child.eval([1])
+            assert mark.alive
+        if i >= 10:
+            gc.collect()
+            sizes.append(resident())
+    assert max(sizes[-10:]) - max(sizes[:10]) < 1 << 20
+
+
+@pytest.mark.nosanitize
+@needs_proc
+def test_memory_is_flat_over_marks_and_forks(engine_of):
+    """J9, D6: a thousand of each, and chunks of every size around a border."""
+    engine = engine_of(toy="window")
+    session = engine.session()
+    session.eval(TOKENS)
+
+    def use(n):
+        for i in range(n):
+            with session.mark() as mark, session.fork() as child:
+                child.eval([i % 512], logits=None)
+                session.eval([1, 2], logits=None)
+                session.rollback(mark)
+
+    use(200)
+    gc.collect()
+    before = resident()
+    use(1000)
+    gc.collect()
+    assert resident() - before < 1 << 20
+    assert_same(session, TOKENS)
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs CPU affinity masks")
+def test_threads_default_to_the_cpus_this_process_may_use():
+    """J10: the affinity mask counts, not the machine's cores."""
+    run_script(
+        """
+        cpus = sorted(os.sched_getaffinity(0))
+        for n in sorted({1, len(cpus)}):
+            os.sched_setaffinity(0, cpus[:n])
+            eng = ds4.Engine(TINY, pool_tokens=1000)
+            assert 1 <= eng.threads <= n, (eng.threads, n)
+            assert n == 1 or eng.threads > 1 or len(cpus) == 1
+            s = eng.session()
+            s.eval([1, 2, 3])
+        """
+    )
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_more_threads_than_cpus_finish(engine_of, threads):
+    engine = engine_of(threads=threads)
+    assert engine.threads == threads
+    with engine.session() as session:
+        session.eval(TOKENS)
+        assert session.logits.tobytes() == fresh_logits(engine, TOKENS)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 257, 10**6, 1.5, "2"])
+def test_impossible_thread_counts_are_refused(threads):
+    with pytest.raises(ds4.errors.ArgumentError):
+        make_engine(threads=threads)
