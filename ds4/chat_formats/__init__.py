@@ -15,7 +15,7 @@ from ds4.chat_formats.chatml import ChatML
 from ds4.errors import ArgumentError
 from ds4.files.base import read_file
 from ds4.tokenizer.base import Tokenizer
-from ds4.tokenizer.source_json import MAX_CONFIG, read_config
+from ds4.tokenizer.folder import MAX_CONFIG, read_config
 
 if TYPE_CHECKING:
     from ds4.files.checkpoint import Checkpoint
