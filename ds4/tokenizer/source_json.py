@@ -51,7 +51,7 @@ def _without_json(checkpoint: Checkpoint) -> Tokenizer | None:
     for other in ("vocab.json", "tiktoken.model"):
         if os.path.exists(os.path.join(checkpoint.path, other)):
             raise UnsupportedError(
-                f"{checkpoint.path}: has {other} but no tokenizer.json and no tokenizer.model, which this version reads."
+                f"{checkpoint.path}: has {other} but neither tokenizer.json nor tokenizer.model, which are read."
             )
     return None
 

@@ -50,8 +50,8 @@ def _add(vocabulary: Vocabulary, model: proto.Model, text: str, token: Added) ->
     i, tokens = token.id, vocabulary.tokens
     if i < len(tokens) and tokens[i] not in (None, text):
         raise FileFormatError(
-            f"{vocabulary.where}: its token {i} is {quote(tokens[i])}, but a file beside it adds {quote(text)} there; they "
-            "do not belong together."
+            f"{vocabulary.where}: its token {i} is {quote(tokens[i])}, but a file beside it adds {quote(text)} there; "
+            "they do not belong together."
         )
     if i < len(model.texts) and not token.control and model.types[i] == proto.USER:
         return  # the library finds it, among spaces too

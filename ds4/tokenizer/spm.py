@@ -1,8 +1,8 @@
 """SentencePiece: pieces of text with scores, U+2581 for a space, bytes for what no piece spells.
 
 The `sentencepiece` library does the work. It is given a model that is written here from checked parts: it recurses over
-the length of a piece, builds tries of C strings, and compares scores without a thought of NaN. Control tokens are not in
-it at all, so that no text can become one.
+the length of a piece, builds tries of C strings, and compares scores without a thought of NaN. Control tokens are not
+in it at all, so that no text can become one.
 """
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ class SpmTokenizer(SpacedTokenizer):
         for i, text in enumerate(self._tokens):
             if text is not None and entries.get(text, i) != i:
                 raise FileFormatError(
-                    f"{where}: token {quote(text)} has the id {quote(entries[text])}, in tokenizer.model {i}; they do not "
-                    "belong together."
+                    f"{where}: token {quote(text)} has the id {quote(entries[text])}, in tokenizer.model {i}; "
+                    "they do not belong together."
                 )
 
     def _encode_text(self, text: str) -> list[int]:

@@ -17,7 +17,8 @@ MAX_TOKENS = 1 << 22
 
 # control tokens that end a turn or a text in the models that have them, whether or not the file lists them as such
 END_TEXTS = (
-    "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>", "<end_of_turn>",
+    "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>",
+    "<end_of_turn>",
 )  # fmt: skip
 _TAG = re.compile(r"<[^\s<>]{2,}>|\[[^\s\[\]]{2,}\]|.*｜.*")
 _HTML = re.compile(
