@@ -25,7 +25,10 @@ def add(subparsers: Subparsers) -> None:
     )
     parser.add_argument("file", metavar="FILE", help="a text file in UTF-8; - reads stdin")
     parser.add_argument(
-        "--stride", type=at_least(1), metavar="N", help="tokens scored in one window of --ctx (default: 512) positions; default: half"
+        "--stride",
+        type=at_least(1),
+        metavar="N",
+        help="tokens scored in one window of --ctx (default: 512) positions; default: half",
     )
     add_model(parser)
 

@@ -62,6 +62,8 @@ def read(data: bytes, where: str) -> Model:
         texts.append(text)
         scores.append(score)
         types.append(kind)
+    if not texts:
+        raise FileFormatError(f"{where}: is no SentencePiece model: it has no pieces; download it again.")
     trainer = reader.options(specs[2], {3: UNIGRAM, 24: 0, 35: 0, 41: 1, 42: 2})
     normal = reader.options(specs[3], {3: 1, 4: 1, 5: 1}, charsmap=2)
     reader.options(specs[5], {}, charsmap=2)

@@ -28,8 +28,6 @@ def load(checkpoint: Checkpoint, added: list[tuple[str, Added]]) -> SpmTokenizer
     """
     where = os.path.join(checkpoint.path, NAME)
     model = proto.read(read_file(where, MAX_MODEL), where)
-    if not model.texts:
-        raise FileFormatError(f"{where}: is no SentencePiece model: it has no pieces; download it again.")
     vocabulary = Vocabulary(where, [text or None for text in model.texts])
     hidden = np.isin(model.types, (proto.CONTROL, proto.UNKNOWN))
     for i in np.flatnonzero(hidden | (model.types == proto.USER)).tolist():
