@@ -70,7 +70,7 @@ class Llama3(ChatFormat):
         wrong = [call for call in found if isinstance(call, str)]
         calls = tuple(call for call in found if isinstance(call, ToolCall))
         if calls and not wrong and not start[end:].strip():
-            return Parsed(before.strip(), tool_calls=calls)
+            return Parsed(before.strip() if tag else "", tool_calls=calls)
         reason = wrong[0] if wrong else "is followed by other text" if calls else "holds no complete JSON object"
         return Parsed(text, faults=(f"Tool call {len(calls) + 1} {reason}.",))
 

@@ -180,7 +180,7 @@ class _Reader:
 
 
 def write(model: Model) -> bytes:
-    """The model as the library reads it. Spaces are its work, the dummy prefix is not: see SpmTokenizer."""
+    """The model as the library reads it."""
     raws = [text.encode("utf-8") for text in model.texts]
     tails = np.empty((len(raws), 7), np.uint8)
     tails[:, 0], tails[:, 5], tails[:, 6] = 2 << 3 | _FIXED32, 3 << 3 | _VARINT, model.types
@@ -190,7 +190,7 @@ def write(model: Model) -> bytes:
     pieces = [heads[len(raw)] + raw + tail[at : at + 7] for raw, at in zip(raws, range(0, len(tail), 7), strict=True)]
     full = BYTE in model.types
     trainer = b"".join(map(_number, (3, 35), (model.kind, full)))
-    normal = b"".join(map(_number, (3, 4, 5), (0, 0, 1)))
+    normal = b"".join(map(_number, (3, 4, 5), (model.dummy_prefix, 0, 1)))
     return b"".join((*pieces, _tag(2), _varint(len(trainer)), trainer, _tag(3), _varint(len(normal)), normal))
 
 

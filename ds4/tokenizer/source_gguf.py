@@ -13,7 +13,7 @@ from ds4.tokenizer import proto
 from ds4.tokenizer.base import Tokenizer
 from ds4.tokenizer.bpe import BpeTokenizer, Merges
 from ds4.tokenizer.pre import PRE_TOKENIZERS, PreTokenizer, steps_of
-from ds4.tokenizer.spm import BYTE_TEXTS, SpmTokenizer
+from ds4.tokenizer.spm import BYTE_TEXTS, SPACE, SpmTokenizer
 from ds4.tokenizer.vocabulary import MAX_TOKENS, Added, Vocabulary, is_marker, is_tag, model_rows
 
 if TYPE_CHECKING:
@@ -199,8 +199,18 @@ def _sentencepiece(keys: _Keys, checkpoint: Checkpoint) -> SpmTokenizer:
             vocabulary.added[texts[i]] = Added(i, control=True)
     _begin_and_end(keys, vocabulary, named, add_bos=True)
     prefix = keys.get("add_space_prefix", bool)
+    texts = _escaped(texts, types)
     model = proto.Model(proto.BPE, texts, keys.scores(len(texts)), types, prefix is None or prefix)
     return SpmTokenizer(vocabulary, model_rows(checkpoint, len(texts), keys.where), model)
+
+
+def _escaped(texts: list[str], types: np.ndarray[Any, Any]) -> list[str]:
+    """The texts as a model file has them: user-defined ones with U+2581 for a space. A normal piece of such a text is
+    never reached, for they go first; it becomes a control piece."""
+    spaced = {i: texts[i].replace(" ", SPACE) for i in np.flatnonzero(types == _USER).tolist() if " " in texts[i]}
+    same = set(spaced.values())
+    types[[i for i, text in enumerate(texts) if text in same and types[i] == proto.NORMAL]] = _CONTROL
+    return [spaced.get(i, text) for i, text in enumerate(texts)] if spaced else texts
 
 
 def _mark_control(texts: list[str], types: np.ndarray[Any, Any], named: dict[str, int | None]) -> None:

@@ -18,7 +18,7 @@ from ds4.errors import FileFormatError
 from ds4.files.base import quote
 from ds4.tokenizer import proto
 from ds4.tokenizer.base import Tokenizer
-from ds4.tokenizer.proto import BYTE, CONTROL, NORMAL, UNKNOWN, USER, Model
+from ds4.tokenizer.proto import BYTE, CONTROL, UNKNOWN, Model
 from ds4.tokenizer.vocabulary import Vocabulary
 
 MAX_PIECE = 1024  # characters; the longest of Gemma has 31
@@ -36,11 +36,15 @@ class SpacedTokenizer(Tokenizer):
     behind other text.
     """
 
-    def __init__(self, vocabulary: Vocabulary, vocab_size: int, prefix: bool, has_bytes: bool) -> None:
+    def __init__(
+        self, vocabulary: Vocabulary, vocab_size: int, prefix: bool, has_bytes: bool, unknown: int = -1
+    ) -> None:
         super().__init__(vocabulary, vocab_size, b"")
         self._prefix = prefix
         self._bytes = BYTE_TEXTS if has_bytes else {}
         self._whole = set(self.control.values())
+        # without bytes the unknown token stands for text
+        self._begins = self._whole if has_bytes else self._whole - {unknown}
 
     def decode(self, ids: Iterable[int]) -> str:
         if not self._prefix:
@@ -49,7 +53,7 @@ class SpacedTokenizer(Tokenizer):
         for token in ids:
             part = self.token_bytes(token)
             parts.append(part[1:] if begins and part[:1] == b" " else part)
-            begins = token in self._whole
+            begins = token in self._begins
         return b"".join(parts).decode("utf-8", "replace")
 
     def _entry_bytes(self, text: str) -> bytes:
@@ -62,9 +66,10 @@ class SpmTokenizer(SpacedTokenizer):
     def __init__(self, vocabulary: Vocabulary, vocab_size: int, model: Model) -> None:
         """`vocabulary.added` names all control tokens of `model` and more. Raises FileFormatError when the parts do not
         make a model."""
-        super().__init__(vocabulary, vocab_size, model.dummy_prefix, BYTE in model.types)
+        unknown = np.flatnonzero(model.types == UNKNOWN).tolist()
+        super().__init__(vocabulary, vocab_size, model.dummy_prefix, BYTE in model.types, *unknown[:1])
         data = proto.write(_checked(model, vocabulary))
-        digest = hashlib.sha256(f"ds4 spm 1 {model.dummy_prefix} {sorted(map(str, vocabulary.added.items()))}".encode())
+        digest = hashlib.sha256(f"ds4 spm 1 {sorted(map(str, vocabulary.added.items()))}".encode())
         digest.update(data)
         self._fingerprint = digest.digest()
         self._library = SentencePieceProcessor()
@@ -85,7 +90,7 @@ class SpmTokenizer(SpacedTokenizer):
                 )
 
     def _encode_text(self, text: str) -> list[int]:
-        ids: list[int] = self._library.EncodeAsIds(" " + text if self._prefix else text)
+        ids: list[int] = self._library.EncodeAsIds(text)
         return ids
 
 
@@ -94,8 +99,6 @@ def _checked(model: Model, vocabulary: Vocabulary) -> Model:
     where, texts, types, scores = vocabulary.where, list(model.texts), model.types.copy(), model.scores
     added = np.array([a.id for a in vocabulary.added.values() if a.id < len(types)], np.int64)
     types[added[types[added] != UNKNOWN]] = CONTROL
-    for i in np.flatnonzero(types == USER).tolist():
-        texts[i] = texts[i].replace(" ", SPACE)
     for i in np.flatnonzero((types == CONTROL) | (types == UNKNOWN)).tolist():
         texts[i] = ""
     _check_texts(texts, types, where)
@@ -117,7 +120,7 @@ def _checked(model: Model, vocabulary: Vocabulary) -> Model:
 
 def _check_texts(texts: list[str], types: np.ndarray[Any, Any], where: str) -> None:
     """Raises FileFormatError for pieces that are too long, hold a character that is not possible, come twice, and for
-    an incomplete set of bytes. A normal piece with the text of a user-defined one is never reached: it goes."""
+    an incomplete set of bytes."""
     longest = max(texts, key=len)
     if len(longest) > MAX_PIECE:
         raise FileFormatError(
@@ -128,19 +131,9 @@ def _check_texts(texts: list[str], types: np.ndarray[Any, Any], where: str) -> N
         bad = next(text for text in texts if "\0" in text or NOWHERE in text)
         raise FileFormatError(f"{where}: the token {quote(bad)} holds a character that SentencePiece cannot keep.")
     if len(set(texts) - {""}) != len(texts) - texts.count(""):
-        _drop_unreachable(texts, types, where)
+        seen: set[str] = set()
+        twice = next(text for text in texts if text and (text in seen or seen.add(text)))  # type: ignore[func-returns-value]
+        raise FileFormatError(f"{where}: token {quote(twice)} has two ids; download the file again.")
     found = sorted(texts[i] for i in np.flatnonzero(types == BYTE).tolist())
     if found and found != list(BYTE_TEXTS):
         raise FileFormatError(f"{where}: has {len(found)} byte tokens; they must be the 256 from <0x00> to <0xFF>.")
-
-
-def _drop_unreachable(texts: list[str], types: np.ndarray[Any, Any], where: str) -> None:
-    owners = {texts[i] for i in np.flatnonzero(types == USER).tolist()}
-    seen: set[str] = set()
-    for i, text in enumerate(texts):
-        if types[i] == NORMAL and text in owners:
-            texts[i] = ""
-        elif text in seen:
-            raise FileFormatError(f"{where}: token {quote(text)} has two ids; download the file again.")
-        elif text:
-            seen.add(text)
