@@ -235,7 +235,7 @@ class Chat:
         held = _common(self.session.tokens, prompt)
         system_end = self._system_end()
         edges = {len(before), system_end}
-        evaluated, at = 0, held
+        evaluated, at, cancels = 0, held, self.session.cancels
         while at < len(prompt) or not self.session.logits_valid or self.session.pos != len(prompt):
             at = min([edge for edge in edges if edge > at] + [at + PIECE, len(prompt)])
             synced = self.session.sync(prompt[:at])
@@ -243,6 +243,8 @@ class Chat:
             if at in edges:
                 self.session.mark_auto(pinned=at == system_end)
             yield Prefill(at, len(prompt))
+            if self.session.cancels != cancels:  # between two calls of the core, which ends those in progress only
+                raise Cancelled("the turn was cancelled while its prompt was evaluated.")
         return max(0, len(prompt) - evaluated)
 
     def _generate(self, sampling: Sampling, answer: list[int]) -> Generator[Event, None, str]:
