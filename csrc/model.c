@@ -94,7 +94,7 @@ static void head_free(ds4_engine *e) {
 }
 
 void ds4_engine_release(ds4_engine *e) {
-  if (atomic_fetch_sub(&e->refs, 1) > 1) return;
+  if (atomic_fetch_sub(&e->refs, 1) > 1 || e->pid != getpid()) return; /* a forked child has no threads to end */
   if (e->backend) {
     ds4_pool_destroy(e);
     buffers_free(e);

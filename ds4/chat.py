@@ -20,6 +20,7 @@ from .sampling import Sampling
 
 PIECE = 256  # tokens between two Prefill events
 RETRY_TEMPERATURE = 0.8  # a greedy answer would only come again
+FILLER = "Noted."  # the answer to a question that has none, where turns must alternate
 
 
 @dataclass(frozen=True)
@@ -114,12 +115,15 @@ class Chat:
         self.sampling = sampling or Sampling(**(model.defaults if model is not None else {}))
         self.max_tokens = max_tokens
         head = self.format.begin()
-        if system is not None:
+        self._head: str | None = None  # a system prompt that belongs to the first user message
+        if "system" not in self.format.roles:
+            self._head = system
+        elif system is not None:
             head += self.format.render(Message("system", system))
         self._nodes = [_Node("system", tuple(head))] if head else []
         self.session: Session = engine.session(ctx)
         try:
-            self._fit(self._tokens())
+            self._fit(self._tokens() + self._head_ids())
         except ContextFull:
             self.session.close()
             raise
@@ -131,9 +135,7 @@ class Chat:
     def send(self, text: str) -> Generator[Event, None, None]:
         """The events of a turn. Nothing happens until the first one is read; closing it early cancels, and the turn
         is kept as it was cut. Raises ContextFull when the message does not fit: the conversation is then as it was."""
-        yield from self._turn(
-            _Node("user", tuple(self.format.render(Message("user", text), self._last_role()))), self.sampling
-        )
+        yield from self._turn(self._question(text), self.sampling)
 
     def retry(self, seed: int | None = None) -> Generator[Event, None, None]:
         """The last answer again, with another seed. A greedy conversation is sampled at temperature 0.8 for this
@@ -179,8 +181,24 @@ class Chat:
     def _tokens(self) -> list[int]:
         return [token for node in self._nodes for token in node.ids]
 
-    def _last_role(self) -> str | None:
-        return self._nodes[-1].role if self._nodes else None
+    def _question(self, text: str) -> _Node:
+        """The node of a user message."""
+        role, ids = self._nodes[-1].role if self._nodes else None, []
+        if not any(node.role == "user" for node in self._nodes):
+            text = self.format.first_user(self._head, text)
+        elif role == "user" and self.format.alternating:
+            ids, role = self.format.render(Message("assistant", FILLER), role), "assistant"
+        return _Node("user", tuple(ids + self.format.render(Message("user", text), role)))
+
+    def _head_ids(self) -> list[int]:
+        """A first user message that holds nothing but the system prompt, where that is its place."""
+        return self.format.render(Message("user", self.format.first_user(self._head, ""))) if self._head else []
+
+    def _system_end(self) -> int:
+        """Where the tokens of the system prompt end, 0 without one."""
+        end = len(self._nodes[0].ids) if self._nodes[0].role == "system" else 0
+        first = next(node for node in self._nodes if node.role == "user")
+        return end + _common(list(first.ids), self._head_ids())
 
     def _fit(self, tokens: list[int]) -> None:
         """Raises ContextFull unless the tokens and one more fit."""
@@ -215,15 +233,18 @@ class Chat:
         """Brings the session to `prompt`; automatic marks stand where the system prompt and the turns end. Returns
         how many tokens were reused."""
         held = _common(self.session.tokens, prompt)
-        edges = {len(before), len(self._nodes[0].ids) if self._nodes[0].role == "system" else 0}
-        evaluated, at = 0, held
+        system_end = self._system_end()
+        edges = {len(before), system_end}
+        evaluated, at, cancels = 0, held, self.session.cancels
         while at < len(prompt) or not self.session.logits_valid or self.session.pos != len(prompt):
             at = min([edge for edge in edges if edge > at] + [at + PIECE, len(prompt)])
             synced = self.session.sync(prompt[:at])
             evaluated += synced.evaluated
             if at in edges:
-                self.session.mark_auto(pinned=at != len(before) or len(edges) == 1)
+                self.session.mark_auto(pinned=at == system_end)
             yield Prefill(at, len(prompt))
+            if self.session.cancels != cancels:  # between two calls of the core, which ends those in progress only
+                raise Cancelled("the turn was cancelled while its prompt was evaluated.")
         return max(0, len(prompt) - evaluated)
 
     def _generate(self, sampling: Sampling, answer: list[int]) -> Generator[Event, None, str]:

@@ -34,17 +34,28 @@ def reference() -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
-def smollm2_path() -> Path:
-    """The file of SmolLM2-135M-Instruct, pulled once per machine. For tests marked `model`."""
+def _pulled(name: str) -> Path:
+    """The file of a known model, pulled once per machine."""
     try:
-        return models.resolve("smollm2-135m")
+        return models.resolve(name)
     except Ds4Error:
         pass
     try:
-        return pull.pull("smollm2-135m")
+        return pull.pull(name)
     except Ds4Error as error:
-        pytest.skip(f"run `ds4 pull smollm2-135m`: {error}")
+        pytest.skip(f"run `ds4 pull {name}`: {error}")
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """The file of SmolLM2-135M-Instruct. For tests marked `model`."""
+    return _pulled("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def gemma3_path() -> Path:
+    """The file of Gemma 3 270M. For tests marked `model`."""
+    return _pulled("gemma3-270m")
 
 
 @pytest.fixture(scope="session")

@@ -367,8 +367,8 @@ def test_parse_is_not_slow(unit):
 
 
 def test_names_and_get():
-    assert chat_formats.names() == ["chatml"]
-    with pytest.raises(ArgumentError, match="'alpaca'.*chatml"):
+    assert chat_formats.names() == ["chatml", "gemma", "llama3"]
+    with pytest.raises(ArgumentError, match="'alpaca'.*chatml, gemma, llama3"):
         chat_formats.get("alpaca", PLAIN)
     with pytest.raises(UnsupportedError, match=r"<\|im_start\|>"):
         chat_formats.get("chatml", tiny(control=["<|endoftext|>", "<x>", "<|im_end|>"]))
@@ -430,7 +430,7 @@ def test_a_template_is_never_run():
 
 def test_the_interface_is_whole():
     """Each format fills what the base leaves open."""
-    for name in chat_formats.names():
-        format = type(chat_formats.get(name, TOKENS))
+    for name, format in chat_formats._FORMATS.items():
+        assert format.name == name and format(tiny(control=[*dict.fromkeys((*CHATML, *format.needs))])).stop_ids
         for method in ("render", "generation_prefix", "end_turn", "parse"):
             assert getattr(format, method) is not getattr(ChatFormat, method)

@@ -174,8 +174,9 @@ def test_models(capsys, toy):
     assert cli.main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["name", "size", "licence", "chat", "format", "file"]
-    assert re.match(r"smollm2-135m +98.4 MB +Apache-2.0 +chatml +not here: ds4 pull smollm2-135m$", lines[1])
-    assert re.match(r"toy +7 kB +MIT +- +not here: ds4 pull toy$", lines[2])
+    row = {line.split()[0]: line for line in lines}
+    assert re.match(r"smollm2-135m +98.4 MB +Apache-2.0 +chatml +not here: ds4 pull smollm2-135m$", row["smollm2-135m"])
+    assert re.match(r"toy +7 kB +MIT +- +not here: ds4 pull toy$", row["toy"])
     assert cli.main(["pull", "toy", "--quiet"]) == 0
     path = models.load("toy").path
     assert capsys.readouterr() == (f"toy: {path}\n", "")

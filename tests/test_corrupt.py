@@ -91,6 +91,19 @@ def test_the_model_without_a_fault_is_accepted(tmp_path):
 
 
 @needs_tokenizer
+def test_the_sentencepiece_model_without_a_fault_is_accepted(tmp_path):
+    folder = tmp_path / "tokenizer"
+    (folder / "good").mkdir(parents=True)
+    for name, raw in make.folder(tokenizer_model=make.make_spm.model(), model_safetensors=make.EMPTY).items():
+        (folder / "good" / name).write_bytes(raw)
+    model = make.Gguf()
+    model.keys.update(make.spm_keys(make.make_spm.gguf_keys()))
+    (folder / "good.gguf").write_bytes(model.bytes())
+    for path in (folder / "good", folder / "good.gguf"):
+        assert open_all([str(path)])[str(path)]["message"] == "passed tokenizer"
+
+
+@needs_tokenizer
 def test_the_tokenizer_without_a_fault_is_accepted(tmp_path):
     folder = tmp_path / "tokenizer"
     files = make.folder(tokenizer_json=make.TOKENIZER, model_safetensors=make.EMPTY)
@@ -147,9 +160,9 @@ def test_many_short_values_are_counted_before_they_are_made(tmp_path):
     assert result["error"] == "Ds4Error" and "JSON values" in result["message"], result
 
 
-@pytest.mark.parametrize("target", ["gguf", "safetensors", "index", "config", "tokenizer"])
+@pytest.mark.parametrize("target", ["gguf", "safetensors", "index", "config", "tokenizer", "sentencepiece"])
 def test_fuzz_targets_run(target):
-    if target == "tokenizer" and needs_tokenizer.args[0]:
+    if target in ("tokenizer", "sentencepiece") and needs_tokenizer.args[0]:
         pytest.skip(needs_tokenizer.kwargs["reason"])
     done = subprocess.run(
         [sys.executable, str(ROOT / "fuzz" / f"{target}.py"), "--runs", "300", "--seed", "1"],

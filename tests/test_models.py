@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ds4 import models
+from ds4 import chat_formats, models
 from ds4.errors import ArgumentError, FileFormatError
+from ds4.sampling import Sampling
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +40,19 @@ def test_every_built_in_toml_is_valid():
     for path in folder.glob("*.toml"):
         model = models.load(path.stem)
         assert model.path.parent == models.home() / "weights" / model.name
+
+
+def test_built_in_tomls_name_formats_and_defaults_that_exist():
+    for name in models.names():
+        model = models.load(name)
+        assert model.chat_format is None or model.chat_format in chat_formats.names()
+        Sampling(**model.defaults)
+
+
+def test_gemma_is_joined_from_the_packages_that_the_references_were_made_with():
+    model = models.load("gemma3-270m")
+    assert model.sha256 == "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+    assert [part.member[-6:] for part in model.source.parts] == ["part00", "part01", "part02", "part03"]
 
 
 def test_smollm2_is_the_file_that_the_references_were_made_with():

@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING
 
 from ds4.chat_formats.base import Boundary, ChatFormat, Message, Parsed, ToolCall
 from ds4.chat_formats.chatml import ChatML
+from ds4.chat_formats.gemma import Gemma
+from ds4.chat_formats.llama3 import Llama3
 from ds4.errors import ArgumentError
 from ds4.files.base import read_file
 from ds4.tokenizer.base import Tokenizer
-from ds4.tokenizer.source_json import MAX_CONFIG, read_config
+from ds4.tokenizer.folder import MAX_CONFIG, read_config
 
 if TYPE_CHECKING:
     from ds4.files.checkpoint import Checkpoint
 
 __all__ = ["Boundary", "ChatFormat", "Message", "Parsed", "ToolCall", "detect", "get", "names"]
 
-_FORMATS: dict[str, type[ChatFormat]] = {format.name: format for format in (ChatML,)}
+_FORMATS: dict[str, type[ChatFormat]] = {format.name: format for format in (ChatML, Llama3, Gemma)}
 
 
 def names() -> list[str]:

@@ -72,7 +72,9 @@ class ChatFormat:
     """A chat format for one tokenizer; a subclass fills it.
 
     `roles` that it has; `alternating`: user and assistant turns must alternate; `tools`: it has a way to call tools;
-    `thinking`: the model has thinking blocks; `stop_ids` end an assistant turn; `boundaries` as `Boundary` says.
+    `thinking`: the model has thinking blocks; `writes_thinking`: a message may have one; `stop_ids` end an assistant
+    turn; `boundaries` as `Boundary` says. Without the role "system" its text belongs to the head of the first user
+    message: see `first_user`.
     """
 
     name: str
@@ -82,6 +84,7 @@ class ChatFormat:
     alternating = False
     tools = False
     thinking = False
+    writes_thinking = False
     stop_ids: frozenset[int]
     boundaries: tuple[Boundary, ...]
 
@@ -106,6 +109,10 @@ class ChatFormat:
         Raises ArgumentError for a role or a field that the format does not have.
         """
         raise NotImplementedError
+
+    def first_user(self, system: str | None, text: str) -> str:
+        """The text of the first user message, with the system prompt at its head where the format has no such role."""
+        return f"{system}\n\n{text}" if system and "system" not in self.roles else text
 
     def generation_prefix(self, thinking: bool = True) -> list[int]:
         """The ids after which the model writes an assistant turn. `thinking=False`: with its thinking block closed."""
@@ -136,6 +143,12 @@ class ChatFormat:
             raise ArgumentError(f"thinking and tool calls belong to the assistant, not to a {message.role} message.")
         if message.role != "system" and message.tools:
             raise ArgumentError(f"tools belong to the system message, not to a {message.role} message.")
+        if message.tool_calls and not self.tools:
+            raise ArgumentError(f"the chat format {self.name} has no tool calls; write them as text.")
+        if not all(isinstance(call, ToolCall) for call in message.tool_calls):
+            raise ArgumentError("tool_calls of a message are ToolCall objects.")
+        if message.thinking and not self.writes_thinking:
+            raise ArgumentError(f"the chat format {self.name} has no thinking blocks; leave `thinking` empty.")
 
     def ids(self, *parts: str) -> list[int]:
         """The ids of parts in a row: a `Tag` is its control token where there is one, all else is plain text.

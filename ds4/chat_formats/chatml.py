@@ -10,12 +10,10 @@ used, else they are text (SmolLM2).
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-from ds4.chat_formats.base import Boundary, ChatFormat, Message, Parsed, Tag, ToolCall
-from ds4.chat_formats.toolcalls import parse_tool_calls
-from ds4.errors import ArgumentError
+from ds4.chat_formats.base import Boundary, ChatFormat, Message, Parsed, Tag
+from ds4.chat_formats.toolcalls import json_text, parse_tool_calls
 from ds4.tokenizer.base import Tokenizer
 
 START, END = Tag("<|im_start|>"), Tag("<|im_end|>")
@@ -29,6 +27,7 @@ class ChatML(ChatFormat):
     needs = (START, END)
     roles = frozenset({"system", "user", "assistant", "tool"})
     tools = True
+    writes_thinking = True
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
@@ -88,7 +87,9 @@ def _body(message: Message) -> list[str]:
 
 def _tool_list(tools: tuple[dict[str, Any], ...], after_text: bool) -> list[str]:
     """What tells the model which tools there are and how to call them."""
-    schemas = "\n".join(_json(tool if "function" in tool else {"type": "function", "function": tool}) for tool in tools)
+    schemas = "\n".join(
+        json_text(tool if "function" in tool else {"type": "function", "function": tool}) for tool in tools
+    )
     return [
         *("\n\n",) * after_text,
         f"# Tools\n\nThese functions are at your disposal, one JSON schema a line:\n<tools>\n{schemas}\n</tools>\n\n"
@@ -105,15 +106,6 @@ def _assistant(message: Message) -> list[str]:
     parts: list[str] = [THINK, f"\n{message.thinking}\n", THOUGHT, "\n\n"] if message.thinking else []
     parts.append(message.content)
     for i, call in enumerate(message.tool_calls):
-        if not isinstance(call, ToolCall):
-            raise ArgumentError("tool_calls of a message are ToolCall objects.")
-        line = _json({"name": call.name, "arguments": call.arguments})
+        line = json_text({"name": call.name, "arguments": call.arguments})
         parts += [*("\n",) * bool(i or message.content), CALL, f"\n{line}\n", CALLED]
     return parts
-
-
-def _json(value: object) -> str:
-    try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ArgumentError(f"a tool's schema or arguments cannot be written as JSON: {error}.") from None

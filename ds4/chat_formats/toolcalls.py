@@ -1,4 +1,4 @@
-"""Tool calls as JSON objects between two tags, as Hermes and Qwen write them, read tolerantly."""
+"""Tool calls as JSON objects, read tolerantly: between two tags, as Hermes and Qwen write them, or bare (Llama 3)."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import re
 from typing import Any
 
 from ds4.chat_formats.base import ToolCall
+from ds4.errors import ArgumentError
 from ds4.tokenizer.base import characters
 
 MAX_FAULTS = 32  # a model that writes more broken calls is in a loop; the rest stays text unread
-_FILLER = re.compile(r"(?:[\s,}\]]|```(?:json)?)*")
+_FILLER = re.compile(r"(?:[\s,;}\]]|```(?:json)?)*")
 
 
 def parse_tool_calls(text: str, opener: str, closer: str) -> tuple[str, tuple[ToolCall, ...], tuple[str, ...]]:
@@ -25,8 +26,8 @@ def parse_tool_calls(text: str, opener: str, closer: str) -> tuple[str, tuple[To
     faults: list[str] = []
     pos = 0
     while len(faults) < MAX_FAULTS and (begin := text.find(opener, pos)) >= 0:
-        end, values = _values(text, begin + len(opener))
-        read = [_call(value) for value in values]
+        end, values = values_at(text, begin + len(opener))
+        read = [call_of(value) for value in values]
         wrong = [call for call in read if isinstance(call, str)] if read else ["holds no complete JSON object"]
         if wrong:
             faults.append(f"Tool call {len(calls) + len(faults) + 1} {wrong[0]}.")
@@ -50,8 +51,9 @@ def _end_of_fault(text: str, pos: int, opener: str, closer: str) -> int:
     return close + len(closer) if close >= 0 else stop
 
 
-def _values(text: str, pos: int) -> tuple[int, list[Any]]:
-    """The JSON objects that follow each other from `pos` on, lists opened, and where they end."""
+def values_at(text: str, pos: int) -> tuple[int, list[Any]]:
+    """Where the JSON objects that follow each other from `pos` on end, and the objects, lists opened. no objects when
+    one of them is cut."""
     values: list[Any] = []
     while True:
         start = _end_of_filler(text, pos)
@@ -64,7 +66,7 @@ def _values(text: str, pos: int) -> tuple[int, list[Any]]:
         values += value if isinstance(value, list) else [value]
 
 
-def _call(value: Any) -> ToolCall | str:
+def call_of(value: Any) -> ToolCall | str:
     """The call that a JSON value describes, or what is wrong with it."""
     if isinstance(value, dict) and isinstance(value.get("function"), dict):
         value = value["function"]
@@ -101,3 +103,11 @@ def _refuse(name: str) -> Any:
 
 # strict=False: small models break lines inside strings
 _DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
+
+
+def json_text(value: object) -> str:
+    """A tool's schema or arguments on one line. Raises ArgumentError when they are no JSON."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ArgumentError(f"a tool's schema or arguments cannot be written as JSON: {error}.") from None

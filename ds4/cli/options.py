@@ -108,7 +108,9 @@ def open_engine(args: argparse.Namespace, out: Output) -> Engine:
 def with_words(tokenizer: Tokenizer | None, model: str) -> Tokenizer:
     """The tokenizer, where a model has one."""
     if tokenizer is None:
-        raise UnsupportedError(f"{model} has no tokenizer: put its tokenizer.json beside the weights")
+        raise UnsupportedError(
+            f"{model} has no tokenizer: put its tokenizer.json or tokenizer.model beside the weights"
+        )
     return tokenizer
 
 

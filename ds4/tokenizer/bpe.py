@@ -56,23 +56,23 @@ class BpeTokenizer(Tokenizer):
     ) -> None:
         """Raises FileFormatError when the merges do not fit the vocabulary."""
         where = self._where = vocabulary.where
-        entries = _entries(vocabulary)
-        _check(merges, entries, where)
+        entries = mergeable(vocabulary)
+        check_merges(merges, entries, where)
         options = [pre, normalizer, ignore_merges, sorted(map(str, vocabulary.added.values()))]
-        super().__init__(vocabulary, vocab_size, _digest(vocabulary, merges, options))
+        super().__init__(vocabulary, vocab_size, digest(vocabulary, merges, options))
         # steps can only be made from JSON; the vocabulary is large and goes in as it is
         shell = {
             "model": {"type": "BPE", "vocab": {}, "merges": []},
             "pre_tokenizer": {"type": "Sequence", "pretokenizers": pre},
             "normalizer": {"type": "Sequence", "normalizers": normalizer} if normalizer else None,
         }
-        self._library = _guard(where, lambda: Library.from_str(json.dumps(shell)))
-        self._library.model = _guard(
+        self._library = guard(where, lambda: Library.from_str(json.dumps(shell)))
+        self._library.model = guard(
             where, lambda: models.BPE(vocab=entries, merges=merges.pairs, ignore_merges=ignore_merges)
         )
 
     def _encode_text(self, text: str) -> list[int]:
-        ids: list[int] = _guard(self._where, lambda: self._library.encode(text, add_special_tokens=False).ids)
+        ids: list[int] = guard(self._where, lambda: self._library.encode(text, add_special_tokens=False).ids)
         return ids
 
     def _entry_bytes(self, text: str) -> bytes:
@@ -82,7 +82,7 @@ class BpeTokenizer(Tokenizer):
             return text.encode("utf-8")
 
 
-def _entries(vocabulary: Vocabulary) -> dict[str, int]:
+def mergeable(vocabulary: Vocabulary) -> dict[str, int]:
     """What merges may make: every token but the control tokens, so that no text can ever become one of those."""
     entries = {text: i for i, text in enumerate(vocabulary.tokens) if text is not None}
     if len(entries) != len(vocabulary.tokens) - vocabulary.tokens.count(None):
@@ -95,7 +95,8 @@ def _entries(vocabulary: Vocabulary) -> dict[str, int]:
     return entries
 
 
-def _check(merges: Merges, entries: dict[str, int], where: str) -> None:
+def check_merges(merges: Merges, entries: dict[str, int], where: str) -> None:
+    """Raises FileFormatError unless every merge joins two entries to a third, once."""
     unknown = (set(chain.from_iterable(merges.pairs)) | merges.made) - entries.keys()
     if unknown:
         raise FileFormatError(
@@ -107,16 +108,16 @@ def _check(merges: Merges, entries: dict[str, int], where: str) -> None:
         raise FileFormatError(f"{where}: {twice} merges come twice, so their rank is not defined.")
 
 
-def _digest(vocabulary: Vocabulary, merges: Merges, options: object) -> bytes:
+def digest(vocabulary: Vocabulary, merges: Merges, options: object) -> bytes:
     """SHA-256 over all that decides which ids a text gets."""
-    digest = hashlib.sha256(b"ds4 bpe 1" + json.dumps(options).encode())
+    found = hashlib.sha256(b"ds4 bpe 1" + json.dumps(options).encode())
     for texts in ([text or "" for text in vocabulary.tokens], list(chain.from_iterable(merges.pairs))):
-        digest.update(np.array([len(texts), *map(len, texts)], "<u4").tobytes())
-        digest.update("".join(texts).encode("utf-8"))
-    return digest.digest()
+        found.update(np.array([len(texts), *map(len, texts)], "<u4").tobytes())
+        found.update("".join(texts).encode("utf-8"))
+    return found.digest()
 
 
-def _guard(where: str, call: Callable[[], T]) -> T:
+def guard(where: str, call: Callable[[], T]) -> T:
     """Runs the library; whatever it fails with, a Rust panic too, is the file's fault and becomes a FileFormatError."""
     try:
         return call()

@@ -88,7 +88,7 @@ def read_steps(node: object, where: str) -> list[dict[str, Any]]:
     Raises UnsupportedError for a step or a pattern that this version does not know, FileFormatError for a malformed
     one.
     """
-    steps = [_read_step(step, where) for step in _flatten(node, "pretokenizers", where)]
+    steps = [_read_step(step, where) for step in flatten(node, "pretokenizers", where)]
     kinds = [step["type"] for step in steps]
     if kinds.count("ByteLevel") != 1 or kinds[-1] != "ByteLevel":
         shown = quote(", ".join(kinds) or "nothing")
@@ -101,7 +101,7 @@ def read_steps(node: object, where: str) -> list[dict[str, Any]]:
 def read_normalizer(node: object, where: str) -> list[dict[str, Any]]:
     """The steps of a tokenizer.json's normalizer: Unicode forms only. Raises UnsupportedError for any other."""
     steps = []
-    for step in _flatten(node, "normalizers", where):
+    for step in flatten(node, "normalizers", where):
         if step.get("type") not in ("NFC", "NFD", "NFKC", "NFKD"):
             raise UnsupportedError(
                 f"{where}: the normaliser {quote(step.get('type'))} is not known; NFC, NFD, NFKC and NFKD are."
@@ -110,7 +110,7 @@ def read_normalizer(node: object, where: str) -> list[dict[str, Any]]:
     return steps
 
 
-def _flatten(node: object, inner: str, where: str, depth: int = 0) -> list[dict[str, Any]]:
+def flatten(node: object, inner: str, where: str, depth: int = 0) -> list[dict[str, Any]]:
     """The steps of a node that may be null, one step, or Sequences of steps."""
     if node is None:
         return []
@@ -121,7 +121,7 @@ def _flatten(node: object, inner: str, where: str, depth: int = 0) -> list[dict[
     parts = node.get(inner)
     if not isinstance(parts, list) or len(parts) > 32 or depth > 3:
         raise FileFormatError(f"{where}: {inner} must be a list of at most 32 steps, nested at most 3 deep.")
-    return [step for part in parts for step in _flatten(part, inner, where, depth + 1)]
+    return [step for part in parts for step in flatten(part, inner, where, depth + 1)]
 
 
 def _read_step(step: dict[str, Any], where: str) -> dict[str, Any]:

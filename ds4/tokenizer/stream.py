@@ -10,7 +10,8 @@ if TYPE_CHECKING:
 
 
 class Detokenizer:
-    """Turns token ids into text one by one; all it returns, joined, equals `Tokenizer.decode` of all the ids.
+    """Turns token ids into text one by one; all it returns, joined, equals `Tokenizer.decode` of all the ids, and has
+    the space that some models put before a text: what is streamed goes on behind other text.
 
     At most three bytes are ever held back: the beginning of a character whose rest may still come. Bytes that cannot
     become a character turn into U+FFFD as soon as that is known.

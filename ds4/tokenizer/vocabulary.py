@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -15,7 +16,15 @@ if TYPE_CHECKING:
 MAX_TOKENS = 1 << 22
 
 # control tokens that end a turn or a text in the models that have them, whether or not the file lists them as such
-END_TEXTS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>")
+END_TEXTS = (
+    "<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<｜end▁of▁sentence｜>",
+    "<end_of_turn>",
+)  # fmt: skip
+_TAG = re.compile(r"<[^\s<>]{2,}>|\[[^\s\[\]]{2,}\]|.*｜.*")
+_HTML = re.compile(
+    r"</?(a|b|bbox|blockquote|body|caption|code|div|em|footer|h[1-6]|html|i|iframe|img|li|s|span|strong|sub|sup|table|"
+    r"tbody|td|tfoot|th|thead|tr|u|ul)>"
+)
 
 
 @dataclass(frozen=True)
@@ -72,6 +81,12 @@ def is_marker(text: str, made: set[str]) -> bool:
     Files flag <think>, <tool_call> or ｜DSML｜ as ordinary additions, yet text that quotes them must not become them.
     """
     return text not in made and any(c in "<>[]|｜" for c in text)
+
+
+def is_tag(text: str) -> bool:
+    """The same for a user-defined piece of SentencePiece, which no merge makes: HTML, runs of spaces and words are text
+    that the model was trained on, <start_of_image>, [INST] or <think> are control tokens."""
+    return _TAG.fullmatch(text) is not None and _HTML.fullmatch(text) is None
 
 
 def model_rows(checkpoint: Checkpoint, n_tokens: int, where: str) -> int:

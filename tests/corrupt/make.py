@@ -11,11 +11,16 @@ import copy
 import json
 import shutil
 import struct
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent.parent))  # for `python tests/corrupt/make.py`
+
+from tests.corrupt import make_spm  # noqa: E402
+
 U8, I8, U16, I16, U32, I32, F32, BOOL, STRING, ARRAY, U64, I64, F64 = range(13)
 
 CASES: dict[str, tuple[bytes | dict[str, bytes], str]] = {}
@@ -618,6 +623,23 @@ def tokenizer_cases() -> None:
         gguf(name, words, with_tokenizer(change), "tokenizer")
 
 
+def spm_cases() -> None:
+    def proto(name: str, content: bytes, words: str) -> None:
+        files = folder(tokenizer_model=content, model_safetensors=EMPTY)
+        case(f"tokenizer_spm/{name}", files, words)
+
+    def keys(name: str, values: dict[str, Any], words: str) -> None:
+        gguf(name, words, lambda m: m.keys.update(spm_keys(values)), "tokenizer_spm")
+
+    make_spm.proto_cases(proto)
+    make_spm.gguf_cases(keys)
+
+
+def spm_keys(values: dict[str, Any]) -> dict[str, bytes]:
+    """The key-values of `make_spm.gguf_keys`, as bytes."""
+    return {f"tokenizer.ggml.{name}": key(f"tokenizer.ggml.{name}", *value) for name, value in values.items() if value}
+
+
 def build() -> None:
     CASES.clear()
     gguf_cases()
@@ -625,6 +647,7 @@ def build() -> None:
     index_cases()
     config_cases()
     tokenizer_cases()
+    spm_cases()
 
 
 build()
