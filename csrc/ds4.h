@@ -55,13 +55,24 @@ typedef struct ds4_error {
 
 /* ---- formats --------------------------------------------------------------------------------------------------------------------- */
 
-/* Numbers are those of the GGUF format, so that a loader passes them through. */
+/* Numbers are those of the GGUF format, so that a loader passes them through. Q*_0, Q*_1, IQ4_NL and MXFP4 have blocks of 32 weights with one scale,
+ * Q*_K blocks of 256 weights with an integer scale for every 16 or 32 of them. formats.c has the layouts. */
 enum ds4_format {
   DS4_F32 = 0,
   DS4_F16 = 1,
-  DS4_Q4_1 = 3, /* 32 weights: f16 scale, f16 minimum, 16 bytes of nibbles */
-  DS4_Q8_0 = 8, /* 32 weights: f16 scale, 32 int8 */
-  DS4_BF16 = 30
+  DS4_Q4_0 = 2,
+  DS4_Q4_1 = 3,
+  DS4_Q5_0 = 6,
+  DS4_Q5_1 = 7,
+  DS4_Q8_0 = 8,
+  DS4_Q2_K = 10,
+  DS4_Q3_K = 11,
+  DS4_Q4_K = 12,
+  DS4_Q5_K = 13,
+  DS4_Q6_K = 14,
+  DS4_IQ4_NL = 20,
+  DS4_BF16 = 30,
+  DS4_MXFP4 = 39
 };
 
 /* Bytes of `rows` x `cols` weights in `format`; DS4_EINVAL when cols is no multiple of the block or the product overflows. */

@@ -29,7 +29,7 @@ from .errors import ArgumentError, Ds4Error, PoolFull, UnsupportedError
 ProgressCallback = Callable[[int, int], Any]
 Tokens = Iterable[int] | npt.NDArray[np.int32]
 
-_FORMATS = {"F32": lib.DS4_F32, "F16": lib.DS4_F16, "BF16": lib.DS4_BF16, "Q4_1": lib.DS4_Q4_1, "Q8_0": lib.DS4_Q8_0}
+_FORMATS = {name: getattr(lib, f"DS4_{name}") for name in families.MATRIX_FORMATS}
 _STATES = {lib.DS4_EMPTY: "EMPTY", lib.DS4_LIVE: "LIVE", lib.DS4_BUSY: "BUSY", lib.DS4_POISONED: "POISONED"}
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ds4.errors import SystemResourceError, UnsupportedError
 from ds4.families import llama
+from ds4.families.options import MATRIX_FORMATS as MATRIX_FORMATS
 from ds4.files import Checkpoint, Tensor
 from ds4.files.base import quote
 
