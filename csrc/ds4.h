@@ -55,13 +55,24 @@ typedef struct ds4_error {
 
 /* ---- formats --------------------------------------------------------------------------------------------------------------------- */
 
-/* Numbers are those of the GGUF format, so that a loader passes them through. */
+/* Numbers are those of the GGUF format, so that a loader passes them through. Q*_0, Q*_1, IQ4_NL and MXFP4 have blocks of 32 weights with one scale,
+ * Q*_K blocks of 256 weights with an integer scale for every 16 or 32 of them. formats.c has the layouts. */
 enum ds4_format {
   DS4_F32 = 0,
   DS4_F16 = 1,
-  DS4_Q4_1 = 3, /* 32 weights: f16 scale, f16 minimum, 16 bytes of nibbles */
-  DS4_Q8_0 = 8, /* 32 weights: f16 scale, 32 int8 */
-  DS4_BF16 = 30
+  DS4_Q4_0 = 2,
+  DS4_Q4_1 = 3,
+  DS4_Q5_0 = 6,
+  DS4_Q5_1 = 7,
+  DS4_Q8_0 = 8,
+  DS4_Q2_K = 10,
+  DS4_Q3_K = 11,
+  DS4_Q4_K = 12,
+  DS4_Q5_K = 13,
+  DS4_Q6_K = 14,
+  DS4_IQ4_NL = 20,
+  DS4_BF16 = 30,
+  DS4_MXFP4 = 39
 };
 
 /* Bytes of `rows` x `cols` weights in `format`; DS4_EINVAL when cols is no multiple of the block or the product overflows. */
@@ -123,7 +134,7 @@ typedef struct ds4_session_info {
 } ds4_session_info;
 int ds4_session_get_info(ds4_session *s, ds4_session_info *out, ds4_error *err);
 int ds4_session_tokens(ds4_session *s, uint32_t first, uint32_t n, int32_t *out, ds4_error *err);
-/* The rows of one stream as bytes, `n` rows from row `first`, in the order layer, row, part, head: what K1 compares and a snapshot holds. */
+/* The rows of one stream as bytes, `n` rows from row `first`, in the order layer, row, part, head: what K1 is about. */
 int ds4_session_rows(ds4_session *s, uint32_t stream, uint32_t first, uint32_t n, void *out, uint64_t nbytes, ds4_error *err);
 /* Recomputes everything that the session and the pool claim about themselves; DS4_EINVAL names the first invariant that does not hold. */
 int ds4_session_check(ds4_session *s, ds4_error *err);

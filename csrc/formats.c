@@ -24,44 +24,213 @@ void *ds4_alloc(ds4_engine *e, uint64_t bytes) {
   return calloc(1, bytes ? bytes : 1);
 }
 
-static void dequant_f32(const uint8_t *p, uint32_t n, float *out) { memcpy(out, p, n * sizeof *out); }
+/* ---- float formats ----------------------------------------------------------------------------------------------------------------- */
 
-static void dequant_f16(const uint8_t *p, uint32_t n, float *out) {
-  for (uint32_t i = 0; i < n; i++) out[i] = ds4_f16(ds4_load_u16(p + 2 * i));
+static void floats_f32(const uint8_t *p, uint64_t n, float *out) { memcpy(out, p, n * sizeof *out); }
+
+static void floats_f16(const uint8_t *p, uint64_t n, float *out) {
+  for (uint64_t i = 0; i < n; i++) out[i] = ds4_f16(ds4_load_u16(p + 2 * i));
 }
 
-static void dequant_bf16(const uint8_t *p, uint32_t n, float *out) {
-  for (uint32_t i = 0; i < n; i++) out[i] = ds4_bf16(ds4_load_u16(p + 2 * i));
+static void floats_bf16(const uint8_t *p, uint64_t n, float *out) {
+  for (uint64_t i = 0; i < n; i++) out[i] = ds4_bf16(ds4_load_u16(p + 2 * i));
 }
 
-static void dequant_q8_0(const uint8_t *p, uint32_t n, float *out) {
-  float d = ds4_f16(ds4_load_u16(p));
-  for (uint32_t i = 0; i < n; i++) out[i] = d * (float)(int8_t)p[2 + i];
-}
+/* ---- blocks of 32 weights ------------------------------------------------------------------------------------------------------------ */
 
-static void dequant_q4_1(const uint8_t *p, uint32_t n, float *out) {
-  float d = ds4_f16(ds4_load_u16(p)), m = ds4_f16(ds4_load_u16(p + 2));
-  for (uint32_t i = 0; i < n / 2; i++) {
-    out[i] = d * (float)(p[4 + i] & 15) + m;
-    out[i + n / 2] = d * (float)(p[4 + i] >> 4) + m;
+/* 16 bytes: weight i in the low half of byte i, weight i + 16 in the high half. */
+static void nibbles(const uint8_t *p, uint8_t *code) {
+  for (uint32_t i = 0; i < 16; i++) {
+    code[i] = p[i] & 15;
+    code[i + 16] = p[i] >> 4;
   }
 }
 
+/* 4 bytes: the fifth bit of weight i is bit i of the 32. */
+static void fifth_bits(const uint8_t *p, uint8_t *code) {
+  for (uint32_t i = 0; i < 32; i++) code[i] |= (p[i / 8] >> i % 8 & 1) << 4;
+}
+
+/* f16 scale | nibbles                                          Q4_0, IQ4_NL */
+static void apart_q4_0(const uint8_t *p, ds4_block *b) {
+  b->d = ds4_load_u16(p);
+  nibbles(p + 2, b->code);
+}
+
+/* f16 scale | f16 minimum | nibbles */
+static void apart_q4_1(const uint8_t *p, ds4_block *b) {
+  b->d = ds4_load_u16(p);
+  b->m = ds4_load_u16(p + 2);
+  nibbles(p + 4, b->code);
+}
+
+/* f16 scale | fifth bits | nibbles */
+static void apart_q5_0(const uint8_t *p, ds4_block *b) {
+  b->d = ds4_load_u16(p);
+  nibbles(p + 6, b->code);
+  fifth_bits(p + 2, b->code);
+}
+
+/* f16 scale | f16 minimum | fifth bits | nibbles */
+static void apart_q5_1(const uint8_t *p, ds4_block *b) {
+  b->d = ds4_load_u16(p);
+  b->m = ds4_load_u16(p + 2);
+  nibbles(p + 8, b->code);
+  fifth_bits(p + 4, b->code);
+}
+
+/* f16 scale | 32 int8 */
+static void apart_q8_0(const uint8_t *p, ds4_block *b) {
+  b->d = ds4_load_u16(p);
+  for (uint32_t i = 0; i < 32; i++) b->code[i] = p[2 + i] ^ 128;
+}
+
+/* exponent | nibbles */
+static void apart_mxfp4(const uint8_t *p, ds4_block *b) {
+  b->d = p[0];
+  nibbles(p + 1, b->code);
+}
+
+/* ---- K formats: blocks of 256 weights ------------------------------------------------------------------------------------------------ */
+
+/* 64 bytes, two halves of 32: weight 128 h + 32 s + i has two bits at 2 s of byte 32 h + i. */
+static void two_bits(const uint8_t *p, uint32_t at, uint8_t *code) {
+  for (uint32_t k = 0; k < 256; k += 32)
+    for (uint32_t i = 0; i < 32; i++) code[k + i] |= (p[k / 128 * 32 + i] >> k % 128 / 16 & 3) << at;
+}
+
+/* 32 bytes: weight 32 s + i has bit s of byte i. */
+static void one_bit(const uint8_t *p, uint32_t at, uint8_t *code) {
+  for (uint32_t k = 0; k < 256; k += 32)
+    for (uint32_t i = 0; i < 32; i++) code[k + i] |= (p[i] >> k / 32 & 1) << at;
+}
+
+/* 12 bytes: eight scales and eight minimums of 6 bits. The first four of each lie in the low bits of bytes 0..3 and 4..7, whose two high bits belong to
+ * the last four; the rest of those is in bytes 8..11, scales low, minimums high. */
+static void six_bit_scales(const uint8_t *p, ds4_block *b) {
+  for (uint32_t i = 0; i < 4; i++) {
+    b->sc[i] = (int8_t)(p[i] & 63);
+    b->mn[i] = p[4 + i] & 63;
+    b->sc[4 + i] = (int8_t)((p[8 + i] & 15) | (p[i] >> 6) << 4);
+    b->mn[4 + i] = (uint8_t)(p[8 + i] >> 4 | (p[4 + i] >> 6) << 4);
+  }
+}
+
+/* 128 bytes, four times 32: the low halves are 32 weights, the high halves the next 32. */
+static void nibbles_256(const uint8_t *p, uint8_t *code) {
+  for (uint32_t k = 0; k < 256; k += 64)
+    for (uint32_t i = 0; i < 32; i++) {
+      code[k + i] = p[k / 2 + i] & 15;
+      code[k + 32 + i] = p[k / 2 + i] >> 4;
+    }
+}
+
+/* 16 bytes: scale low, minimum high | two bits | f16 scale | f16 minimum */
+static void apart_q2_k(const uint8_t *p, ds4_block *b) {
+  b->d = ds4_load_u16(p + 80);
+  b->m = ds4_load_u16(p + 82);
+  for (uint32_t i = 0; i < 16; i++) {
+    b->sc[i] = p[i] & 15;
+    b->mn[i] = p[i] >> 4;
+  }
+  memset(b->code, 0, 256);
+  two_bits(p + 16, 0, b->code);
+}
+
+/* third bits | two bits | 16 scales of 6 bits | f16 scale. A scale has its low four bits in bytes 0..7, low halves first, and its high two in bytes 8..11. */
+static void apart_q3_k(const uint8_t *p, ds4_block *b) {
+  const uint8_t *s = p + 96;
+  b->d = ds4_load_u16(p + 108);
+  for (uint32_t i = 0; i < 16; i++) b->sc[i] = (int8_t)(((s[i % 8] >> i / 8 * 4 & 15) | (s[8 + i % 4] >> i / 4 * 2 & 3) << 4) - 32);
+  memset(b->code, 0, 256);
+  two_bits(p + 32, 0, b->code);
+  one_bit(p, 2, b->code);
+}
+
+/* f16 scale | f16 minimum | scales and minimums of 6 bits | nibbles */
+static void apart_q4_k(const uint8_t *p, ds4_block *b) {
+  b->d = ds4_load_u16(p);
+  b->m = ds4_load_u16(p + 2);
+  six_bit_scales(p + 4, b);
+  nibbles_256(p + 16, b->code);
+}
+
+/* the same with fifth bits before the nibbles */
+static void apart_q5_k(const uint8_t *p, ds4_block *b) {
+  b->d = ds4_load_u16(p);
+  b->m = ds4_load_u16(p + 2);
+  six_bit_scales(p + 4, b);
+  nibbles_256(p + 48, b->code);
+  one_bit(p + 16, 4, b->code);
+}
+
+/* low four bits | high two bits | 16 int8 scales | f16 scale. Of 64 bytes of low bits the low halves are 64 weights, the high halves the next 64. */
+static void apart_q6_k(const uint8_t *p, ds4_block *b) {
+  b->d = ds4_load_u16(p + 208);
+  memcpy(b->sc, p + 192, 16);
+  for (uint32_t k = 0; k < 256; k += 128)
+    for (uint32_t i = 0; i < 64; i++) {
+      b->code[k + i] = p[k / 2 + i] & 15;
+      b->code[k + 64 + i] = p[k / 2 + i] >> 4;
+    }
+  two_bits(p + 128, 4, b->code);
+}
+
+/* ---- all of them ----------------------------------------------------------------------------------------------------------------------- */
+
 static const ds4_format_info formats[] = {
-    {DS4_F32, "F32", 1, 4, dequant_f32},      {DS4_F16, "F16", 1, 2, dequant_f16},      {DS4_BF16, "BF16", 1, 2, dequant_bf16},
-    {DS4_Q4_1, "Q4_1", 32, 20, dequant_q4_1}, {DS4_Q8_0, "Q8_0", 32, 34, dequant_q8_0},
+    {DS4_F32, "F32", 1, 4, floats_f32, NULL},         {DS4_F16, "F16", 1, 2, floats_f16, NULL},
+    {DS4_BF16, "BF16", 1, 2, floats_bf16, NULL},      {DS4_Q8_0, "Q8_0", 32, 34, NULL, apart_q8_0},
+    {DS4_Q4_0, "Q4_0", 32, 18, NULL, apart_q4_0},     {DS4_Q4_1, "Q4_1", 32, 20, NULL, apart_q4_1},
+    {DS4_Q5_0, "Q5_0", 32, 22, NULL, apart_q5_0},     {DS4_Q5_1, "Q5_1", 32, 24, NULL, apart_q5_1},
+    {DS4_Q2_K, "Q2_K", 256, 84, NULL, apart_q2_k},    {DS4_Q3_K, "Q3_K", 256, 110, NULL, apart_q3_k},
+    {DS4_Q4_K, "Q4_K", 256, 144, NULL, apart_q4_k},   {DS4_Q5_K, "Q5_K", 256, 176, NULL, apart_q5_k},
+    {DS4_Q6_K, "Q6_K", 256, 210, NULL, apart_q6_k},   {DS4_IQ4_NL, "IQ4_NL", 32, 18, NULL, apart_q4_0},
+    {DS4_MXFP4, "MXFP4", 32, 17, NULL, apart_mxfp4},
 };
+#define N_FORMATS (sizeof formats / sizeof *formats)
 
 const ds4_format_info *ds4_format_find(int32_t format) {
-  for (size_t i = 0; i < sizeof formats / sizeof *formats; i++)
+  for (size_t i = 0; i < N_FORMATS; i++)
     if (formats[i].format == format) return &formats[i];
   return NULL;
 }
 
+void ds4_block_floats(int32_t format, const ds4_block *b, uint32_t n, float *out) {
+  ds4_shape f = ds4_shape_of(format);
+  float d = ds4_block_scale(format, b), m = ds4_f16(b->m);
+  uint32_t sub = f.sub ? f.sub : n;
+  for (uint32_t s = 0; s < n / sub; s++) {
+    float scale = f.sub ? d * (float)b->sc[s] : d, minimum = f.sub ? -m * (float)b->mn[s] : m;
+    for (uint32_t i = s * sub; i < (s + 1) * sub; i++) {
+      out[i] = scale * (float)ds4_code_value(&f, b->code[i]);
+      if (f.minimum) out[i] += minimum;
+    }
+  }
+}
+
+void ds4_format_floats(const ds4_format_info *f, const uint8_t *p, uint64_t n, float *out) {
+  if (f->floats) {
+    f->floats(p, n, out);
+    return;
+  }
+  ds4_block b = {0};
+  for (uint64_t i = 0; i < n; i += f->block, p += f->bytes) {
+    f->take_apart(p, &b);
+    ds4_block_floats(f->format, &b, f->block, out + i);
+  }
+}
+
+static int unknown_format(int32_t format, ds4_error *err) {
+  char names[128] = "";
+  for (size_t i = 0, at = 0; i < N_FORMATS; i++)
+    at += (size_t)snprintf(names + at, sizeof names - at, "%s%s", i ? ", " : "", formats[i].name);
+  return ds4_fail(err, DS4_EUNSUPPORTED, format, 0, "tensor format number %d is not known; use one of %s", format, names);
+}
+
 int ds4_format_bytes(int32_t format, uint64_t rows, uint64_t cols, uint64_t *bytes, ds4_error *err) {
   const ds4_format_info *f = ds4_format_find(format);
-  if (!f)
-    return ds4_fail(err, DS4_EUNSUPPORTED, format, 0, "tensor format number %d is not known; F32, F16, BF16, Q4_1 and Q8_0 are", format);
+  if (!f) return unknown_format(format, err);
   if (cols % f->block)
     return ds4_fail(err, DS4_EINVAL, (int64_t)cols, f->block, "%llu columns do not divide into %s blocks of %u", (unsigned long long)cols,
                     f->name, f->block);
@@ -78,8 +247,6 @@ int ds4_format_dequant(int32_t format, const void *data, uint64_t nbytes, uint64
   if (bytes != nbytes)
     return ds4_fail(err, DS4_EINVAL, (int64_t)nbytes, (int64_t)bytes, "%llu bytes were given, %llu are needed", (unsigned long long)nbytes,
                     (unsigned long long)bytes);
-  const ds4_format_info *f = ds4_format_find(format);
-  const uint8_t *p = data;
-  for (uint64_t i = 0; i < rows * cols; i += f->block, p += f->bytes) f->dequant(p, f->block, out + i);
+  ds4_format_floats(ds4_format_find(format), data, rows * cols, out);
   return DS4_OK;
 }

@@ -25,7 +25,7 @@
  *              ds4_kv_commit              ds4_kv_begin / ds4_kv_end
  *     EMPTY ------------------> LIVE <----------------------------> BUSY      BUSY: eval, sync, refresh, score; every other writer is refused,
  *       ^  ^---ds4_kv_cut(0)-----'                                    |            readers see the last committed chunk
- *       |                                     ds4_kv_poison_state     |
+ *       |                                     round_abandon (session.c) |
  *       '------- clear, sync ------- POISONED <-----------------------'       POISONED: only clear, sync and free are legal
  */
 #include "kv.h"

@@ -282,7 +282,7 @@ static int declare(ds4_engine *e, ds4_error *err) {
       status =
           ds4_fail(err, DS4_EUNSUPPORTED, 0, 0,
                    "setting '%s' is not known to architecture %s in this build; it is refused rather than ignored", s->key, e->arch->name);
-    e->settings_hash += setting_hash(s);
+    if (strcmp(s->key, "reach_slack")) e->settings_hash += setting_hash(s); /* it changes what is exact, never a bit */
   }
   e->phase = status ? DS4_BROKEN : DS4_DECLARED;
   return status;

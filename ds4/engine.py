@@ -29,7 +29,7 @@ from .errors import ArgumentError, Ds4Error, ForkedError, PoolFull, UnsupportedE
 ProgressCallback = Callable[[int, int], Any]
 Tokens = Iterable[int] | npt.NDArray[np.int32]
 
-_FORMATS = {"F32": lib.DS4_F32, "F16": lib.DS4_F16, "BF16": lib.DS4_BF16, "Q4_1": lib.DS4_Q4_1, "Q8_0": lib.DS4_Q8_0}
+_FORMATS = {name: getattr(lib, f"DS4_{name}") for name in families.MATRIX_FORMATS}
 _STATES = {lib.DS4_EMPTY: "EMPTY", lib.DS4_LIVE: "LIVE", lib.DS4_BUSY: "BUSY", lib.DS4_POISONED: "POISONED"}
 
 
@@ -66,6 +66,13 @@ def _count(name: str, value: int | None, most: int = 2**31 - 1) -> int:
     if isinstance(value, bool) or not hasattr(value, "__index__") or not 0 < value.__index__() <= most:
         raise ArgumentError(f"{name} is {value!r}; it must be a whole number from 1 to {most}.")
     return value.__index__()
+
+
+def _path(path: str | os.PathLike[str]) -> bytes:
+    name = os.fsencode(path)
+    if b"\0" in name:
+        raise ArgumentError("a path cannot hold a NUL character.")
+    return name
 
 
 class _Closing:
@@ -253,7 +260,7 @@ class Engine(_Closing):
         """A new session from a snapshot. Raises SnapshotError (damaged), IdentityError (another model, option, KV
         dtype or numerics number), PoolFull, ContextFull, SystemResourceError; nothing live changes then."""
         err, out = ffi.new("ds4_error *"), ffi.new("ds4_session **")
-        check(lib.ds4_session_load(self._handle(), os.fsencode(path), _count("ctx", ctx), out, err), err)
+        check(lib.ds4_session_load(self._handle(), _path(path), _count("ctx", ctx), out, err), err)
         return Session(self, out[0])
 
     def eval_batch(
@@ -532,7 +539,7 @@ class Session(_Closing):
         """Writes the session to one file, durably (K9). After an error the old file is untouched, unless only the last
         step failed, making the new name durable: then the whole new file is there."""
         err = ffi.new("ds4_error *")
-        check(lib.ds4_session_save(self._handle(), os.fsencode(path), err), err)
+        check(lib.ds4_session_save(self._handle(), _path(path), err), err)
 
     def rows(self, stream: int, first: int, n: int) -> bytes:
         """The rows [first, first + n) of one stream as they are stored, in the order layer, row, part, head. For

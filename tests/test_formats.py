@@ -7,31 +7,31 @@ import pytest
 from ds4.core import check, ffi, lib
 from ds4.errors import ArgumentError, UnsupportedError
 
-FORMATS = {
-    "F32": (lib.DS4_F32, gguf.GGMLQuantizationType.F32),
-    "F16": (lib.DS4_F16, gguf.GGMLQuantizationType.F16),
-    "BF16": (lib.DS4_BF16, gguf.GGMLQuantizationType.BF16),
-    "Q4_1": (lib.DS4_Q4_1, gguf.GGMLQuantizationType.Q4_1),
-    "Q8_0": (lib.DS4_Q8_0, gguf.GGMLQuantizationType.Q8_0),
-}
-QUANTISED = ("Q4_1", "Q8_0")
+NAMES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
+NAMES = (*NAMES, "MXFP4")
+FORMATS = {name: (getattr(lib, f"DS4_{name}"), gguf.GGMLQuantizationType[name]) for name in NAMES}
+FLOAT = ("F32", "F16", "BF16")
+INTEGER = tuple(name for name in FORMATS if name not in (*FLOAT, "MXFP4"))
+SCALES = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}  # where the f16 scale and minimum lie; else at the front
 ISAS = ("scalar", "avx2", "avx512")
-DIM, VOCAB = 96, 72  # 72 rows: the last group of 16 is not full
+DIM, VOCAB = 512, 72  # 72 rows: the last group of 16 is not full
 
 
 def random_weights(name: str, rows: int, cols: int, seed: int = 0) -> np.ndarray:
     """Bytes of a tensor [rows, bytes of a row] whose blocks hold every bit pattern that a finite weight can have."""
     rng = np.random.default_rng(seed)
-    if name not in QUANTISED:
+    if name in FLOAT:
         return gguf.quants.quantize(rng.standard_normal((rows, cols)).astype(np.float32), FORMATS[name][1]).view(
             np.uint8
         )
-    size = gguf.GGML_QUANT_SIZES[FORMATS[name][1]][1]
-    blocks = rng.integers(0, 256, (rows, cols // 32, size), dtype=np.uint8)
-    scales = rng.standard_normal((rows, cols // 32, 2)).astype(np.float16) / 64
-    blocks[:, :, :2] = scales[:, :, :1].copy().view(np.uint8)
-    if name == "Q4_1":
-        blocks[:, :, 2:4] = scales[:, :, 1:].copy().view(np.uint8)
+    block, size = gguf.GGML_QUANT_SIZES[FORMATS[name][1]]
+    blocks = rng.integers(0, 256, (rows, cols // block, size), dtype=np.uint8)
+    if name == "MXFP4":
+        blocks[:, :, 0] = rng.integers(115, 125, blocks.shape[:2])
+        return blocks.reshape(rows, -1)
+    at, n = SCALES.get(name, 0), 2 if name in ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K") else 1
+    scales = (rng.standard_normal((rows, cols // block, n)) / 64).astype(np.float16)
+    blocks[:, :, at : at + 2 * n] = scales.view(np.uint8)
     return blocks.reshape(rows, -1)
 
 
@@ -39,22 +39,28 @@ def dequantised(name: str, data: np.ndarray) -> np.ndarray:
     return gguf.quants.dequantize(data, FORMATS[name][1]).astype(np.float32)
 
 
+def numbers(name: str, data: np.ndarray, rows: int, cols: int) -> np.ndarray:
+    out, err = np.empty((rows, cols), np.float32), ffi.new("ds4_error *")
+    raw = np.ascontiguousarray(data)
+    to = ffi.from_buffer("float[]", out, require_writable=True)
+    check(lib.ds4_format_dequant(FORMATS[name][0], ffi.from_buffer(raw), raw.nbytes, rows, cols, to, err), err)
+    return out
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_dequantisation_equals_the_gguf_library(name: str) -> None:
-    data = random_weights(name, 64, 256)
-    out, err = np.empty((64, 256), np.float32), ffi.new("ds4_error *")
-    raw = np.ascontiguousarray(data)
-    status = lib.ds4_format_dequant(
-        FORMATS[name][0],
-        ffi.from_buffer(raw),
-        raw.nbytes,
-        64,
-        256,
-        ffi.from_buffer("float[]", out, require_writable=True),
-        err,
-    )
-    check(status, err)
-    assert out.tobytes() == dequantised(name, data).reshape(64, 256).tobytes()
+    data = random_weights(name, 64, 512)
+    assert numbers(name, data, 64, 512).tobytes() == dequantised(name, data).reshape(64, 512).tobytes()
+
+
+def test_every_scale_of_mxfp4() -> None:
+    """All 256 exponent bytes, the two subnormal ones too, times all 16 codes."""
+    data = np.empty((256, 17), np.uint8)
+    data[:, 0] = np.arange(256)
+    data[:, 1:] = np.arange(16) * 17
+    with np.errstate(over="ignore"):
+        want = dequantised("MXFP4", data)
+    assert numbers("MXFP4", data, 256, 32).tobytes() == want.tobytes()
 
 
 def test_sizes_are_checked() -> None:
@@ -67,8 +73,9 @@ def test_sizes_are_checked() -> None:
         check(lib.ds4_format_bytes(99, 4, 4, size, err), err)
 
 
-def engine(name: str, head: np.ndarray, embed: np.ndarray, backend: str):
-    """A Llama of one layer that does nothing: its logits are `head` times the normed embedding."""
+def engine(tensors: dict[str, tuple[str, np.ndarray]], backend: str):
+    """A Llama of one layer that does nothing: its logits are `head` times the normed embedding; `embed` serves as head
+    when there is none. `tensors`: name -> (format, bytes)."""
     err, out = ffi.new("ds4_error *"), ffi.new("ds4_engine **")
     check(lib.ds4_engine_new(b"llama", backend.encode(), 2, out, err), err)
     handle = ffi.gc(out[0], lib.ds4_engine_free)
@@ -78,30 +85,18 @@ def engine(name: str, head: np.ndarray, embed: np.ndarray, backend: str):
         check(lib.ds4_engine_set(handle, key.encode(), [value], 1, err), err)
     zeros = {"q": (16, DIM), "k": (8, DIM), "v": (8, DIM), "o": (DIM, 16)}
     zeros |= {"gate": (32, DIM), "up": (32, DIM), "down": (DIM, 32)}
-    tensors = {f"layers.0.{key}": np.zeros(shape, np.float32) for key, shape in zeros.items()}
-    tensors |= {key: np.ones((1, DIM), np.float32) for key in ("norm", "layers.0.attn_norm", "layers.0.ffn_norm")}
-    tensors["embed"] = embed
-    keep = [np.ascontiguousarray(head)]
-    for key, value in tensors.items():
-        keep.append(value)
-        check(
-            lib.ds4_engine_tensor(
-                handle, key.encode(), lib.DS4_F32, *value.shape, ffi.from_buffer(value), value.nbytes, err
-            ),
-            err,
-        )
-    check(
-        lib.ds4_engine_tensor(
-            handle, b"head", FORMATS[name][0], VOCAB, DIM, ffi.from_buffer(keep[0]), keep[0].nbytes, err
-        ),
-        err,
-    )
+    given = [(f"layers.0.{key}", "F32", *shape, np.zeros(shape, np.float32)) for key, shape in zeros.items()]
+    given += [(key, "F32", 1, DIM, np.ones(DIM, np.float32)) for key in ("norm", "layers.0.attn_norm", "layers.0.ffn_norm")]
+    given += [(key, name, VOCAB, DIM, np.ascontiguousarray(data)) for key, (name, data) in tensors.items()]
+    for key, name, rows, cols, data in given:
+        raw = ffi.from_buffer(data)
+        check(lib.ds4_engine_tensor(handle, key.encode(), FORMATS[name][0], rows, cols, raw, data.nbytes, err), err)
     check(lib.ds4_engine_ready(handle, b"f32", 64, 0, bytes(32), err), err)
-    return handle, keep
+    return handle, given
 
 
-def products(name: str, head: np.ndarray, embed: np.ndarray, backend: str, n: int) -> np.ndarray:
-    handle, keep = engine(name, head, embed, backend)
+def logits_of(tensors: dict[str, tuple[str, np.ndarray]], backend: str, n: int) -> np.ndarray:
+    handle, keep = engine(tensors, backend)
     err, out = ffi.new("ds4_error *"), ffi.new("ds4_session **")
     check(lib.ds4_session_new(handle, 0, out, err), err)
     session = ffi.gc(out[0], lib.ds4_session_free)
@@ -112,6 +107,10 @@ def products(name: str, head: np.ndarray, embed: np.ndarray, backend: str, n: in
     check(lib.ds4_eval(handle, segment, 1, 0, ffi.NULL, ffi.NULL, err), err)
     del keep
     return logits
+
+
+def products(name: str, head: np.ndarray, embed: np.ndarray, backend: str, n: int) -> np.ndarray:
+    return logits_of({"embed": ("F32", embed), "head": (name, head)}, backend, n)
 
 
 def activations(embed: np.ndarray, n: int, quantised: bool) -> np.ndarray:
@@ -140,14 +139,14 @@ def test_dot_products_against_float64(name: str, isa: str, monkeypatch: pytest.M
         got = products(name, head, embed, "ref" if isa == "ref" else "cpu", n)
     except UnsupportedError as error:
         pytest.skip(f"this processor lacks {isa}: {error}")
-    x = activations(embed, n, name in QUANTISED)
+    x = activations(embed, n, name in INTEGER)
     size = np.abs(x) @ np.abs(weights).T
     assert np.isfinite(got).all()
     worst = (np.abs(got - x @ weights.T) / size).max()
     # A value that lies between two int8 numbers may be rounded either way by float32 and float64.
-    assert worst < (2e-4 if name in QUANTISED else 1e-6), f"relative error {worst}"
+    assert worst < (2e-4 if name in INTEGER else 1e-6), f"relative error {worst}"
     exact = activations(embed, n, quantised=False) @ weights.T
-    assert np.abs(got - exact).max() / np.abs(exact).max() < (0.02 if name in QUANTISED else 1e-6)
+    assert np.abs(got - exact).max() / np.abs(exact).max() < (0.02 if name in INTEGER else 1e-6)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -167,6 +166,19 @@ def test_every_kernel_gives_the_bits_of_ref(name: str, monkeypatch: pytest.Monke
         assert got.tobytes() == want.tobytes(), isa
         compared += 1
     assert compared, "no kernel of backend cpu ran"
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_embedding_rows_are_the_dequantised_ones(name: str) -> None:
+    """Backend cpu reads them from its packed copy. A head that is the identity shows the row, normed; the same engine
+    with the dequantised rows as F32 has to agree in every bit."""
+    data = random_weights(name, VOCAB, DIM, seed=13)
+    head = ("F32", np.eye(VOCAB, DIM, 100, dtype=np.float32) + np.eye(VOCAB, DIM, dtype=np.float32))
+    rows = numbers(name, data, VOCAB, DIM)
+    for backend in ("ref", "cpu"):
+        got = logits_of({"embed": (name, data), "head": head}, backend, 40)
+        assert got.tobytes() == logits_of({"embed": ("F32", rows), "head": head}, backend, 40).tobytes(), backend
+        assert np.abs(got).max() > 0
 
 
 def test_an_isa_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

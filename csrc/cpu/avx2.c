@@ -65,68 +65,84 @@ static inline uint32_t v_top(v16 x, v16 y) {
   return (uint32_t)_mm_cvtsi128_si32(h);
 }
 
-static inline int32_t v_quant(v16 x, v16 y, float scale, int8_t *q) {
+static inline void v_quant(v16 x, v16 y, float scale, int8_t *q, int32_t *sum) {
   __m256 s = _mm256_set1_ps(scale);
   __m256i a = _mm256_cvtps_epi32(_mm256_mul_ps(x.a, s)), b = _mm256_cvtps_epi32(_mm256_mul_ps(x.b, s));
   __m256i c = _mm256_cvtps_epi32(_mm256_mul_ps(y.a, s)), d = _mm256_cvtps_epi32(_mm256_mul_ps(y.b, s));
-  __m256i sum = _mm256_add_epi32(_mm256_add_epi32(a, b), _mm256_add_epi32(c, d));
+  __m256i both = _mm256_hadd_epi32(_mm256_add_epi32(a, b), _mm256_add_epi32(c, d)); /* a half's pairs | the other's, twice */
   __m256i bytes = _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
   bytes = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
   _mm256_storeu_si256((__m256i *)(void *)q, bytes);
-  __m128i h = _mm_add_epi32(_mm256_castsi256_si128(sum), _mm256_extracti128_si256(sum, 1));
-  h = _mm_add_epi32(h, _mm_shuffle_epi32(h, 0x4e));
-  h = _mm_add_epi32(h, _mm_shuffle_epi32(h, 0xb1));
-  return _mm_cvtsi128_si32(h);
+  __m128i h = _mm_add_epi32(_mm256_castsi256_si128(both), _mm256_extracti128_si256(both, 1));
+  h = _mm_hadd_epi32(h, h);
+  sum[0] = _mm_cvtsi128_si32(h);
+  sum[1] = _mm_extract_epi32(h, 1);
 }
 
-#define DOT_TILE 4
+#define VB_ROWS 8
+#define VB_TABLE(p) (vb) _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)(p)))
+#define VB_LOOKUP(table, v) (vb) _mm256_shuffle_epi8((__m256i)(table), (__m256i)(v))
+#include "decode.inc.h"
+
+#define DOT_TILE 6
 #define FLOAT_TILE 4
 #define ROW_TILE 3
 #define SCORE_PIECES 2
 #define WIDE 2
 
-static inline __m256i four(const int8_t *x) {
+INLINE vq q_fma(vq a, vq b, vq c) { return (vq)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+INLINE vq q_f16(const uint8_t *p) { return (vq)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p)); }
+
+INLINE __m256i four(const void *x) {
   int32_t v;
   memcpy(&v, x, 4);
   return _mm256_set1_epi32(v);
 }
 
-static inline __attribute__((always_inline)) void dot_q8_0(const uint8_t *w, const int8_t *x, const int32_t *sum, uint32_t blocks,
-                                                           const int tokens, v16 *out) {
-  (void)sum;
-  const __m256i ones = _mm256_set1_epi16(1);
-  for (int half = 0; half < 2; half++, w += 32) {
-    __m256i acc[DOT_TILE];
-    for (int t = 0; t < tokens; t++) acc[t] = _mm256_setzero_si256();
-    for (int k = 0; k < 8; k++) {
-      __m256i v = _mm256_loadu_si256((const __m256i *)(const void *)(w + 64 * k)),
-              size = _mm256_abs_epi8(v); /* |-128| is 128 as unsigned: 2 * 128 * 127 fits */
-      for (int t = 0; t < tokens; t++) {
-        __m256i pairs = _mm256_maddubs_epi16(size, _mm256_sign_epi8(four(x + (uint64_t)t * blocks * 32 + 4 * k), v));
-        acc[t] = _mm256_add_epi32(acc[t], _mm256_madd_epi16(pairs, ones));
-      }
-    }
-    for (int t = 0; t < tokens; t++) *(half ? &out[t].b : &out[t].a) = _mm256_cvtepi32_ps(acc[t]);
-  }
+/* Bytes of eight rows, from `p` and from `q`, as pairs of 16 bits. */
+INLINE __m256i byte_pairs(const uint8_t *p, const uint8_t *q) {
+  __m128i a = _mm_loadl_epi64((const __m128i *)(const void *)p), b = _mm_loadl_epi64((const __m128i *)(const void *)q);
+  return _mm256_cvtepi8_epi16(_mm_unpacklo_epi8(a, b));
+}
+INLINE __m256i scale_pairs(ds4_shape f, const uint8_t *p, const uint8_t *q) {
+  return f.minimum ? _mm256_and_si256(byte_pairs(p, q), _mm256_set1_epi16(15)) : byte_pairs(p, q);
 }
 
-/* 16-bit partial sums hold a whole block: 8 pairs of at most 2 * 15 * 127. */
-static inline __attribute__((always_inline)) void dot_q4_1(const uint8_t *w, const int8_t *x, uint32_t blocks, const int tokens, v16 *out) {
-  const __m256i ones = _mm256_set1_epi16(1), nibble = _mm256_set1_epi8(15);
-  for (int half = 0; half < 2; half++, w += 32) {
-    __m256i acc[DOT_TILE];
-    for (int t = 0; t < tokens; t++) acc[t] = _mm256_setzero_si256();
-    for (int k = 0; k < 4; k++) {
-      __m256i both = _mm256_loadu_si256((const __m256i *)(const void *)(w + 64 * k));
-      __m256i low = _mm256_and_si256(both, nibble), high = _mm256_and_si256(_mm256_srli_epi16(both, 4), nibble);
-      for (int t = 0; t < tokens; t++) {
-        const int8_t *xt = x + (uint64_t)t * blocks * 32 + 4 * k;
-        acc[t] = _mm256_add_epi16(acc[t], _mm256_maddubs_epi16(low, four(xt)));
-        acc[t] = _mm256_add_epi16(acc[t], _mm256_maddubs_epi16(high, four(xt + 16)));
-      }
+/* Steps whose 16-bit partial sums, pairs of at most 2 * 127 * the largest code, fit together. A wide format takes |weight| and the activation with
+ * the weight's sign; |-128| is 128 as unsigned, and 2 * 128 * 127 fits. A sub-block of 16 has four steps. */
+INLINE int dot_steps(ds4_shape f) {
+  int bits = (int)(f.low + f.high);
+  return is_wide(f) ? 1 : bits == 6 ? 2 : bits == 5 || f.sub == 16 ? 4 : 8;
+}
+
+INLINE int dot_tile(int32_t format) { return dot_steps(ds4_shape_of(format)) == 8 ? DOT_TILE : 4; }
+
+INLINE void dot_block(int32_t format, const uint8_t *body, const uint8_t *scales, const int8_t *x, const int16_t *sum, uint32_t blocks,
+                      const int t, vi *isum) {
+  const ds4_shape f = ds4_shape_of(format);
+  const int steps = dot_steps(f);
+  __m256i part[DOT_TILE], weight[2] = {_mm256_set1_epi16(1), _mm256_set1_epi16(1)};
+  if (f.sub == 16) weight[0] = scale_pairs(f, scales, scales), weight[1] = scale_pairs(f, scales + 16, scales + 16);
+  UNROLL for (int j = 0; j < 8; j++) {
+    __m256i v = (__m256i)quant_step(format, body, j, 0), size = is_wide(f) ? _mm256_abs_epi8(v) : v;
+    UNROLL for (int i = 0; i < t; i++) {
+      __m256i xi = four(x + (uint64_t)i * blocks * 32 + 4 * j);
+      __m256i pairs = _mm256_maddubs_epi16(size, is_wide(f) ? _mm256_sign_epi8(xi, v) : xi);
+      part[i] = j % steps ? _mm256_add_epi16(part[i], pairs) : pairs;
+      if (j % steps < steps - 1) continue;
+      vi whole = (vi)_mm256_madd_epi16(part[i], weight[j / 4]);
+      isum[i] = j < steps ? whole : isum[i] + whole;
     }
-    for (int t = 0; t < tokens; t++) *(half ? &out[t].b : &out[t].a) = _mm256_cvtepi32_ps(_mm256_madd_epi16(acc[t], ones));
   }
+  if (!f.offset || is_wide(f)) return;
+  __m256i offset = _mm256_set1_epi16((int16_t)f.offset);
+  if (f.sub == 16) offset = _mm256_mullo_epi16(offset, scale_pairs(f, scales, scales + 16));
+  UNROLL for (int i = 0; i < t; i++) isum[i] -= (vi)_mm256_madd_epi16(offset, four(sum + (uint64_t)i * blocks * 2));
+}
+
+INLINE vi dot_minimums(const uint8_t *scales, const int16_t *sum) {
+  __m256i m = _mm256_and_si256(_mm256_srli_epi16(byte_pairs(scales, scales + 16), 4), _mm256_set1_epi16(15));
+  return (vi)_mm256_madd_epi16(m, four(sum));
 }
 
 #include "kernels.inc.h"

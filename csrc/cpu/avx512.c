@@ -43,12 +43,18 @@ static inline uint32_t v_top(v16 x, v16 y) {
       _mm512_max_epu32(_mm512_and_si512(_mm512_castps_si512(x), mask), _mm512_and_si512(_mm512_castps_si512(y), mask)));
 }
 
-static inline int32_t v_quant(v16 x, v16 y, float scale, int8_t *q) {
+static inline void v_quant(v16 x, v16 y, float scale, int8_t *q, int32_t *sum) {
   __m512i a = _mm512_cvtps_epi32(_mm512_mul_ps(x, _mm512_set1_ps(scale))), b = _mm512_cvtps_epi32(_mm512_mul_ps(y, _mm512_set1_ps(scale)));
   _mm_storeu_si128((__m128i *)(void *)q, _mm512_cvtsepi32_epi8(a));
   _mm_storeu_si128((__m128i *)(void *)(q + 16), _mm512_cvtsepi32_epi8(b));
-  return _mm512_reduce_add_epi32(_mm512_add_epi32(a, b));
+  sum[0] = _mm512_reduce_add_epi32(a);
+  sum[1] = _mm512_reduce_add_epi32(b);
 }
+
+#define VB_ROWS 16
+#define VB_TABLE(p) (vb) _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)(p)))
+#define VB_LOOKUP(table, v) (vb) _mm512_shuffle_epi8((__m512i)(table), (__m512i)(v))
+#include "decode.inc.h"
 
 #define DOT_TILE 8
 #define FLOAT_TILE 8
@@ -56,37 +62,55 @@ static inline int32_t v_quant(v16 x, v16 y, float scale, int8_t *q) {
 #define SCORE_PIECES 1
 #define WIDE 4
 
-static inline __m512i four(const int8_t *x) {
+INLINE vq q_fma(vq a, vq b, vq c) { return (vq)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+INLINE vq q_f16(const uint8_t *p) { return (vq)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)p)); }
+
+INLINE __m512i four(const void *x) {
   int32_t v;
   memcpy(&v, x, 4);
   return _mm512_set1_epi32(v);
 }
 
-/* The instruction wants one side unsigned: weights get 128 added, and 128 * the sum of the activations is taken away again. */
-static inline __attribute__((always_inline)) void dot_q8_0(const uint8_t *w, const int8_t *x, const int32_t *sum, uint32_t blocks,
-                                                           const int tokens, v16 *out) {
-  __m512i acc[DOT_TILE];
-  for (int t = 0; t < tokens; t++) acc[t] = _mm512_set1_epi32(-128 * sum[(uint64_t)t * blocks]);
-  for (int k = 0; k < 8; k++) {
-    __m512i v = _mm512_xor_si512(_mm512_loadu_si512(w + 64 * k), _mm512_set1_epi8(-128));
-    for (int t = 0; t < tokens; t++) acc[t] = _mm512_dpbusd_epi32(acc[t], v, four(x + (uint64_t)t * blocks * 32 + 4 * k));
-  }
-  for (int t = 0; t < tokens; t++) out[t] = _mm512_cvtepi32_ps(acc[t]);
+/* The bytes of 16 rows from `p` on and 16 bytes later, as pairs of 16 bits. */
+INLINE __m512i byte_pairs(const uint8_t *p) {
+  __m128i a = _mm_loadu_si128((const __m128i *)(const void *)p), b = _mm_loadu_si128((const __m128i *)(const void *)(p + 16));
+  return _mm512_cvtepi8_epi16(_mm256_inserti128_si256(_mm256_castsi128_si256(_mm_unpacklo_epi8(a, b)), _mm_unpackhi_epi8(a, b), 1));
 }
 
-static inline __attribute__((always_inline)) void dot_q4_1(const uint8_t *w, const int8_t *x, uint32_t blocks, const int tokens, v16 *out) {
-  const __m512i nibble = _mm512_set1_epi8(15);
-  __m512i acc[DOT_TILE];
-  for (int t = 0; t < tokens; t++) acc[t] = _mm512_setzero_si512();
-  for (int k = 0; k < 4; k++) {
-    __m512i both = _mm512_loadu_si512(w + 64 * k);
-    __m512i low = _mm512_and_si512(both, nibble), high = _mm512_and_si512(_mm512_srli_epi16(both, 4), nibble);
-    for (int t = 0; t < tokens; t++) {
-      const int8_t *xt = x + (uint64_t)t * blocks * 32 + 4 * k;
-      acc[t] = _mm512_dpbusd_epi32(_mm512_dpbusd_epi32(acc[t], low, four(xt)), high, four(xt + 16));
+INLINE vi sub_scale(ds4_shape f, const uint8_t *p) { return f.minimum ? vi_bytes(p) & 15 : vi_bytes(p); }
+
+INLINE int dot_tile(int32_t format) { return (void)format, DOT_TILE; }
+
+/* The instruction wants one side unsigned: what a code has too much, times the sum of the activations, is taken away at the start, or where sub-blocks
+ * of 16 are combined. Wide formats get 128 added. */
+INLINE void dot_block(int32_t format, const uint8_t *body, const uint8_t *scales, const int8_t *x, const int16_t *sum, uint32_t blocks,
+                      const int t, vi *isum) {
+  const ds4_shape f = ds4_shape_of(format);
+  const __m512i zero = _mm512_setzero_si512(), less = _mm512_set1_epi16((int16_t)(is_wide(f) ? -128 : -f.offset));
+  __m512i first[DOT_TILE], second[DOT_TILE];
+  UNROLL for (int i = 0; i < t; i++) {
+    bool now = f.sub != 16 && (is_wide(f) || f.offset);
+    first[i] = now ? _mm512_dpwssd_epi32(zero, less, four(sum + (uint64_t)i * blocks * 2)) : zero;
+    second[i] = zero;
+  }
+  UNROLL for (int j = 0; j < 8; j++) {
+    __m512i v = (__m512i)quant_step(format, body, j, 128);
+    UNROLL for (int i = 0; i < t; i++) {
+      __m512i *to = f.sub == 16 && j >= 4 ? &second[i] : &first[i];
+      *to = _mm512_dpbusd_epi32(*to, v, four(x + (uint64_t)i * blocks * 32 + 4 * j));
     }
   }
-  for (int t = 0; t < tokens; t++) out[t] = _mm512_cvtepi32_ps(acc[t]);
+  UNROLL for (int i = 0; i < t; i++) {
+    isum[i] = (vi)first[i];
+    if (f.sub != 16) continue;
+    isum[i] = isum[i] * sub_scale(f, scales) + (vi)second[i] * sub_scale(f, scales + 16);
+    if (f.offset) isum[i] = (vi)_mm512_dpwssd_epi32((__m512i)isum[i], _mm512_mullo_epi16(less, byte_pairs(scales)), four(sum + (uint64_t)i * blocks * 2));
+  }
+}
+
+INLINE vi dot_minimums(const uint8_t *scales, const int16_t *sum) {
+  __m512i m = _mm512_and_si512(_mm512_srli_epi16(byte_pairs(scales), 4), _mm512_set1_epi16(15));
+  return (vi)_mm512_dpwssd_epi32(_mm512_setzero_si512(), m, four(sum));
 }
 
 #include "kernels.inc.h"

@@ -3,7 +3,6 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "../formats.h"
 #include "kernels.h"
 
 struct ds4_backend {
@@ -89,50 +88,22 @@ static int run(ds4_backend *b, uint32_t items, ds4_work work, void *ctx) {
   return ds4_threads_stopped(b->threads) ? DS4_ECANCELLED : DS4_OK;
 }
 
-/* ---- packing ------------------------------------------------------------------------------------------------------------------------- */
+/* ---- weights ------------------------------------------------------------------------------------------------------------------------- */
 
 typedef struct packing {
-  const ds4_format_info *format;
   const uint8_t *from;
   uint64_t row_bytes;
-  ds4_packed *to;
+  const ds4_packed *to;
 } packing;
 
-static void pack_float(const packing *c, uint32_t rows, const uint8_t *from, uint8_t *to) {
-  uint32_t size = c->format->bytes;
-  for (uint32_t r = 0; r < rows; r++)
-    for (uint64_t k = 0; k < c->to->cols; k++) memcpy(to + (k * DS4_LANES + r) * size, from + r * c->row_bytes + k * size, size);
-}
-
-/* Quantised blocks: `heads` f16 numbers, then bytes that go four by four. */
-static void pack_quant(const packing *c, uint32_t rows, const uint8_t *from, uint8_t *to) {
-  uint32_t heads = c->format->format == DS4_Q4_1 ? 2 : 1, bytes = c->format->bytes - 2 * heads;
-  uint64_t block_bytes = DS4_LANES * (uint64_t)c->format->bytes;
-  for (uint32_t r = 0; r < rows; r++)
-    for (uint64_t k = 0; k < c->to->cols / c->format->block; k++) {
-      const uint8_t *block = from + r * c->row_bytes + k * c->format->bytes;
-      uint8_t *out = to + k * block_bytes;
-      for (uint32_t h = 0; h < heads; h++) memcpy(out + (h * DS4_LANES + r) * 2, block + 2 * h, 2);
-      out += 2 * heads * DS4_LANES;
-      for (uint32_t i = 0; i < bytes; i += 4) memcpy(out + i * DS4_LANES + 4 * r, block + 2 * heads + i, 4);
-    }
-}
-
-static void pack_group(void *ctx, uint32_t group, uint32_t thread) {
+static void pack_item(void *ctx, uint32_t group, uint32_t thread) {
   const packing *c = ctx;
   (void)thread;
-  uint32_t rows = ds4_min_u32(DS4_LANES, c->to->rows - group * DS4_LANES);
-  const uint8_t *from = c->from + (uint64_t)group * DS4_LANES * c->row_bytes;
-  uint8_t *to = c->to->data + group * c->to->group_bytes;
-  if (c->format->block == 1)
-    pack_float(c, rows, from, to);
-  else
-    pack_quant(c, rows, from, to);
+  ds4_pack_group(c->to, group, c->from, c->row_bytes);
 }
 
 static int cpu_weight_new(ds4_backend *b, int32_t format, uint64_t rows, uint64_t cols, const void *data, uint64_t nbytes, ds4_weight **out,
                           ds4_error *err) {
-  const ds4_format_info *f = ds4_format_find(format);
   ds4_weight *w = calloc(1, sizeof *w);
   if (rows > UINT32_MAX - DS4_LANES || cols > UINT32_MAX || !w) {
     free(w);
@@ -140,7 +111,7 @@ static int cpu_weight_new(ds4_backend *b, int32_t format, uint64_t rows, uint64_
   }
   w->p = (ds4_packed){
       .format = format, .rows = (uint32_t)rows, .cols = (uint32_t)cols, .groups = (uint32_t)((rows + DS4_LANES - 1) / DS4_LANES)};
-  w->p.group_bytes = cols / f->block * f->bytes * DS4_LANES;
+  w->p.group_bytes = ds4_packed_group_bytes(format, cols);
   w->p.bytes = w->p.group_bytes * w->p.groups;
   w->p.data = ds4_host_alloc(b, w->p.bytes);
   if (!w->p.data) {
@@ -148,9 +119,8 @@ static int cpu_weight_new(ds4_backend *b, int32_t format, uint64_t rows, uint64_
     return ds4_fail(err, DS4_ENOMEM, (int64_t)nbytes, 0,
                     "the system refused %llu bytes for a weight; the model does not fit this machine's memory", (unsigned long long)nbytes);
   }
-  if (rows % DS4_LANES) memset(w->p.data + (w->p.groups - 1) * w->p.group_bytes, 0, w->p.group_bytes);
-  packing c = {.format = f, .from = data, .row_bytes = nbytes / rows, .to = &w->p};
-  ds4_threads_run(b->threads, w->p.groups, pack_group, &c);
+  packing c = {.from = data, .row_bytes = nbytes / rows, .to = &w->p};
+  ds4_threads_run(b->threads, w->p.groups, pack_item, &c);
   *out = w;
   return DS4_OK;
 }
@@ -164,30 +134,9 @@ static uint64_t cpu_weight_bytes(const ds4_weight *w) { return w->p.bytes; }
 
 /* ---- embedding and products ----------------------------------------------------------------------------------------------------------- */
 
-/* One row out of the packed copy, as numbers; the same arithmetic as in formats.c. */
-static void unpack_row(const ds4_packed *p, uint32_t row, float *out) {
-  const uint8_t *at = p->data + row / DS4_LANES * p->group_bytes;
-  uint32_t r = row % DS4_LANES;
-  for (uint32_t k = 0; p->format == DS4_F32 && k < p->cols; k++) memcpy(out + k, at + (k * DS4_LANES + r) * 4ull, 4);
-  for (uint32_t k = 0; p->format == DS4_F16 && k < p->cols; k++) out[k] = ds4_f16(ds4_load_u16(at + (k * DS4_LANES + r) * 2ull));
-  for (uint32_t k = 0; p->format == DS4_BF16 && k < p->cols; k++) out[k] = ds4_bf16(ds4_load_u16(at + (k * DS4_LANES + r) * 2ull));
-  for (uint32_t k = 0; p->format == DS4_Q8_0 && k < p->cols; k += 32, at += DS4_Q8_0_BLOCK) {
-    float d = ds4_f16(ds4_load_u16(at + 2 * r));
-    for (uint32_t i = 0; i < 32; i++) out[k + i] = d * (float)(int8_t)at[32 + (i / 4 * DS4_LANES + r) * 4 + i % 4];
-  }
-  for (uint32_t k = 0; p->format == DS4_Q4_1 && k < p->cols; k += 32, at += DS4_Q4_1_BLOCK) {
-    float d = ds4_f16(ds4_load_u16(at + 2 * r)), m = ds4_f16(ds4_load_u16(at + 32 + 2 * r));
-    for (uint32_t i = 0; i < 16; i++) {
-      uint8_t both = at[64 + (i / 4 * DS4_LANES + r) * 4 + i % 4];
-      out[k + i] = d * (float)(both & 15) + m;
-      out[k + i + 16] = d * (float)(both >> 4) + m;
-    }
-  }
-}
-
 static int cpu_embed(ds4_backend *b, const ds4_weight *w, const int32_t *ids, uint32_t n, float *out) {
   (void)b;
-  for (uint32_t i = 0; i < n; i++) unpack_row(&w->p, (uint32_t)ids[i], out + (uint64_t)i * w->p.cols);
+  for (uint32_t i = 0; i < n; i++) ds4_unpack_row(&w->p, (uint32_t)ids[i], out + (uint64_t)i * w->p.cols);
   return DS4_OK;
 }
 
@@ -199,7 +148,7 @@ typedef struct product {
   uint32_t n_w, n, step; /* step: groups of an item */
 } product;
 
-static bool is_quant(const ds4_packed *p) { return p->format == DS4_Q8_0 || p->format == DS4_Q4_1; }
+static bool is_quant(const ds4_packed *p) { return ds4_shape_of(p->format).int8; }
 
 static void quantize_item(void *ctx, uint32_t item, uint32_t thread) {
   product *c = ctx;
@@ -220,7 +169,7 @@ static int quantize(product *c, uint32_t cols) {
   }
   q->blocks = cols / 32;
   q->dq = q->d + blocks;
-  q->sum = (int32_t *)(void *)(q->dq + blocks);
+  q->sum = (int16_t *)(void *)(q->dq + blocks);
   return run(c->b, (c->n + 7) / 8, quantize_item, c);
 }
 

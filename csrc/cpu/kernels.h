@@ -2,6 +2,7 @@
 #ifndef DS4_KERNELS_H
 #define DS4_KERNELS_H
 
+#include "../formats.h"
 #include "host.h"
 
 #define DS4_LANES 16u /* rows of a group of packed weights, and lanes of every vector */
@@ -9,25 +10,45 @@
 /* A matrix in groups of 16 rows, so that a SIMD lane is a row and one token and many run the same order of operations (DESIGN 5.1). Missing rows of the
  * last group are zeros. Group after group, and in each:
  *
- *   F32, F16, BF16   k0: row 0..15 | k1: row 0..15 | ..
- *   Q8_0             per block of 32 k:  f16 scale of row 0..15 | k0..3 of row 0, of row 1 .. of row 15 | k4..7 of row 0 .. | .. (512 bytes)
- *   Q4_1             per block of 32 k:  f16 scale of row 0..15 | f16 minimum of row 0..15 | bytes 0..3 of row 0 .. of row 15 | bytes 4..7 .. (256 bytes);
- *                    byte i holds weight i in its low and weight i + 16 in its high half, as in the file */
+ *   floats       k0: row 0..15 | k1: row 0..15 | ..
+ *   quantised    a head, `per` bodies of 32 k (one, or the eight of a K block), the next head ..
+ *
+ *   head         f16 scale of row 0..15 | f16 minimum of row 0..15, if there is one          MXFP4: exponent byte of row 0..15
+ *                with sub-blocks, for each of the eight bodies 32 bytes:
+ *                  of 32    scale of row 0..15 | minimum of row 0..15
+ *                  of 16    scale of the first half, of row 0..15 | scale of the second half, of row 0..15; Q2_K: minimums in the high four bits
+ *   body         the plane of the codes' low bits | the plane of the high bits, if there are
+ *
+ * A plane holds b of 8, 4, 2, 1 bits of every code in b vectors of 64 bytes, four to a row. Step j of a body is weight 4 j .. 4 j + 3 of all rows: vector
+ * j % b, in each byte the b bits from bit j / b * b on. So every step is a load, a shift and a mask. Q8_0 is stored signed. */
 typedef struct ds4_packed {
   int32_t format;
   uint32_t rows, cols, groups;
   uint64_t group_bytes, bytes;
   uint8_t *data;
 } ds4_packed;
-#define DS4_Q8_0_BLOCK (32u + 512u)
-#define DS4_Q4_1_BLOCK (64u + 256u)
 
-/* Activations as int8, per token and block of 32: numbers, scale, scale * sum, sum. */
+typedef struct ds4_pack {
+  uint32_t per, scales, head, body; /* bodies of a head; bytes before the integer scales, of a head, of a body */
+} ds4_pack;
+
+static inline __attribute__((always_inline)) ds4_pack ds4_pack_of(ds4_shape f) {
+  uint32_t scales = !f.int8 ? 16 : f.minimum ? 64 : 32;
+  return (ds4_pack){.per = f.sub ? 8 : 1, .scales = scales, .head = scales + (f.sub ? 256 : 0), .body = 64 * (f.low + f.high)};
+}
+
+uint64_t ds4_packed_group_bytes(int32_t format, uint64_t cols);
+/* Packs one group of `data`, the rows as they lie in a file. */
+void ds4_pack_group(const ds4_packed *w, uint32_t group, const uint8_t *data, uint64_t row_bytes);
+/* One row as numbers, the same as ds4_format_floats gives of the file's. */
+void ds4_unpack_row(const ds4_packed *w, uint32_t row, float *out);
+
+/* Activations as int8, per token and block of 32: numbers, scale, scale * sum, and the sums of both halves. */
 typedef struct ds4_quants {
   uint32_t blocks; /* per token */
   int8_t *q;       /* [n][blocks * 32] */
   float *d, *dq;   /* [n][blocks] */
-  int32_t *sum;    /* [n][blocks] */
+  int16_t *sum;    /* [n][blocks][2] */
 } ds4_quants;
 
 /* One item of attention: some tokens of one segment, one head of the stream, the splits [split, split_end). */

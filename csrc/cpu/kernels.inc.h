@@ -6,11 +6,9 @@
  *   v_below(a, b, x, y)              a < b ? x : y, lane by lane; false for NaN
  *   v_pow2(n)                        2^n for whole n in -126..127
  *   v_top(a, b)                      the largest bit pattern, sign bit off, of both vectors
- *   v_quant(a, b, scale, q)          stores 32 rounded numbers * scale as int8, returns their sum
- *   DOT_TILE, dot_q8_0, dot_q4_1     exact integer sums of a block for 16 rows and DOT_TILE tokens, as floats
+ *   v_quant(a, b, scale, q, sum)     stores 32 rounded numbers * scale as int8, and the sums of both halves
+ *   what decode.inc.h and quants.inc.h ask for
  *   FLOAT_TILE ROW_TILE WIDE         tokens of a float tile; query rows and value vectors of an attention tile */
-
-#define INLINE static inline __attribute__((always_inline))
 
 INLINE v16 v_exp(v16 x) { /* ds4_exp of numeric.h */
   v16 low = v_set1(DS4_EXP_MIN), high = v_set1(DS4_EXP_MAX), big = v_set1(0x1.8p23f), one = v_set1(1.0f);
@@ -36,25 +34,7 @@ INLINE float v_sum(v16 a) {
 
 /* ---- matrix products ---------------------------------------------------------------------------------------------------------------- */
 
-static void k_quantize(const float *x, uint32_t token, ds4_quants *out) {
-  x += (uint64_t)token * out->blocks * 32;
-  for (uint32_t i = 0; i < out->blocks; i++, x += 32) {
-    uint64_t at = (uint64_t)token * out->blocks + i;
-    v16 a = v_load(x), b = v_load(x + 16);
-    uint32_t top = v_top(a, b);
-    float amax = top < 0x7f800000u ? ds4_float(top) : NAN;
-    float d = amax / 127.0f, inverse = d > 0.0f ? 1.0f / d : 0.0f;
-    if (inverse > 0x1p126f) inverse = 0.0f;
-    if (inverse > 0.0f) {
-      out->sum[at] = v_quant(a, b, inverse, out->q + at * 32);
-    } else {
-      memset(out->q + at * 32, 0, 32);
-      out->sum[at] = 0;
-    }
-    out->d[at] = d;
-    out->dq[at] = d * (float)out->sum[at];
-  }
-}
+#include "quants.inc.h"
 
 /* Stores the results of one token for the rows of a group; the last group may be short. */
 INLINE void store_rows(const ds4_packed *w, uint32_t group, uint64_t token, float *out, v16 value) {
@@ -102,51 +82,14 @@ INLINE void float_groups(int32_t format, const ds4_packed *w, uint32_t group, ui
 }
 
 static void k_matmul_float(const ds4_packed *w, uint32_t group, uint32_t groups, const float *x, uint32_t n, float *out) {
-  if (w->format == DS4_F32)
+  if (w->format == DS4_MXFP4)
+    fp4_groups(w, group, groups, x, n, out);
+  else if (w->format == DS4_F32)
     float_groups(DS4_F32, w, group, groups, x, n, out);
   else if (w->format == DS4_F16)
     float_groups(DS4_F16, w, group, groups, x, n, out);
   else
     float_groups(DS4_BF16, w, group, groups, x, n, out);
-}
-
-INLINE void quant_tile(int32_t format, const ds4_packed *w, uint32_t group, const ds4_quants *x, uint64_t token, const int t, float *out) {
-  const uint8_t *p = w->data + group * w->group_bytes;
-  uint64_t at = token * x->blocks;
-  v16 acc[DOT_TILE], isum[DOT_TILE];
-  for (int j = 0; j < t; j++) acc[j] = v_zero();
-  for (uint32_t b = 0; b < x->blocks; b++, at++) {
-    v16 scale = v_f16((const uint16_t *)(const void *)p), minimum = v_zero();
-    if (format == DS4_Q8_0) {
-      dot_q8_0(p + 32, x->q + at * 32, x->sum + at, x->blocks, t, isum);
-      p += DS4_Q8_0_BLOCK;
-    } else {
-      minimum = v_f16((const uint16_t *)(const void *)(p + 32));
-      dot_q4_1(p + 64, x->q + at * 32, x->blocks, t, isum);
-      p += DS4_Q4_1_BLOCK;
-    }
-    for (int j = 0; j < t; j++) {
-      acc[j] = v_fma(v_mul(scale, v_set1(x->d[at + (uint64_t)j * x->blocks])), isum[j], acc[j]);
-      if (format == DS4_Q4_1) acc[j] = v_fma(minimum, v_set1(x->dq[at + (uint64_t)j * x->blocks]), acc[j]);
-    }
-  }
-  for (int j = 0; j < t; j++) store_rows(w, group, token + j, out, acc[j]);
-}
-
-INLINE void quant_groups(int32_t format, const ds4_packed *w, uint32_t group, uint32_t groups, const ds4_quants *x, uint32_t n,
-                         float *out) {
-  for (uint32_t g = group; g < group + groups; g++) {
-    uint32_t token = 0;
-    for (; token + DOT_TILE <= n; token += DOT_TILE) quant_tile(format, w, g, x, token, DOT_TILE, out);
-    for (; token < n; token++) quant_tile(format, w, g, x, token, 1, out);
-  }
-}
-
-static void k_matmul_quant(const ds4_packed *w, uint32_t group, uint32_t groups, const ds4_quants *x, uint32_t n, float *out) {
-  if (w->format == DS4_Q8_0)
-    quant_groups(DS4_Q8_0, w, group, groups, x, n, out);
-  else
-    quant_groups(DS4_Q4_1, w, group, groups, x, n, out);
 }
 
 /* ---- vectors ------------------------------------------------------------------------------------------------------------------------- */

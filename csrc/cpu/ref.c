@@ -53,8 +53,7 @@ static void ref_weight_free(ds4_backend *b, ds4_weight *w) { (void)b, free(w); }
 static uint64_t ref_weight_bytes(const ds4_weight *w) { return (void)w, 0; }
 
 static void row_floats(const ds4_weight *w, uint64_t row, float *out) {
-  const uint8_t *p = w->data + row * w->row_bytes;
-  for (uint64_t k = 0; k < w->cols; k += w->format->block, p += w->format->bytes) w->format->dequant(p, w->format->block, out + k);
+  ds4_format_floats(w->format, w->data + row * w->row_bytes, w->cols, out);
 }
 
 static int ref_embed(ds4_backend *b, const ds4_weight *w, const int32_t *ids, uint32_t n, float *out) {
@@ -76,19 +75,57 @@ typedef struct quant {
   float *d, *dq; /* [cols / 32] scale; scale * sum of q */
 } quant;
 
-/* Integer weights: an exact integer sum inside a block, then one chain over the blocks: sum += (dw * dx) * isum; with a minimum also sum += m * (dx * sum of q). */
-static float dot_quant(const ds4_weight *w, uint64_t row, const quant *x) {
+/* A row of integer weights taken apart. */
+typedef struct quant_row {
+  ds4_shape shape;
+  uint32_t block;
+  ds4_block *blocks; /* [cols / block] */
+  int8_t *value;     /* [cols] */
+} quant_row;
+
+static void take_row(const ds4_weight *w, uint64_t row, quant_row *out) {
   const uint8_t *p = w->data + row * w->row_bytes;
+  for (uint64_t k = 0; k < w->cols; k += out->block, p += w->format->bytes) {
+    ds4_block *b = &out->blocks[k / out->block];
+    w->format->take_apart(p, b);
+    for (uint32_t i = 0; i < out->block; i++) out->value[k + i] = (int8_t)ds4_code_value(&out->shape, b->code[i]);
+  }
+}
+
+static int32_t dot_16(const int8_t *a, const int8_t *b) {
+  int32_t sum = 0;
+  for (int i = 0; i < 16; i++) sum += a[i] * b[i];
+  return sum;
+}
+
+static int32_t sum_16(const int8_t *a) {
+  int32_t sum = 0;
+  for (int i = 0; i < 16; i++) sum += a[i];
+  return sum;
+}
+
+/* Integer weights: in every block of 32 an exact integer sum, then one chain over the blocks. dx is the scale of the activations, dq = dx * their sum.
+ *
+ *   sum = fma(d * dx, isum, sum)            then with a minimum    sum = fma(m, dq, sum)
+ *
+ * Sub-blocks of 32 bring an integer scale and minimum, d * sc and -m * mn are exact and stand for d and m. Of two sub-blocks of 16 the integer
+ * sums are combined before: isum = sc0 * isum0 + sc1 * isum1, below 2^24 and so exact as a float, msum = mn0 * sum0 + mn1 * sum1, and
+ * sum = fma(-m * dx, msum, sum). */
+static float dot_quant(const quant_row *w, uint64_t cols, const quant *x) {
   float sum = 0.0f;
-  for (uint64_t k = 0; k < w->cols / 32; k++, p += w->format->bytes) {
-    const int8_t *q = x->q + k * 32;
-    int32_t isum = 0;
-    if (w->format->format == DS4_Q8_0)
-      for (int i = 0; i < 32; i++) isum += (int8_t)p[2 + i] * q[i];
-    else
-      for (int i = 0; i < 16; i++) isum += (p[4 + i] & 15) * q[i] + (p[4 + i] >> 4) * q[i + 16];
-    sum = fmaf(ds4_f16(ds4_load_u16(p)) * x->d[k], (float)isum, sum);
-    if (w->format->format == DS4_Q4_1) sum = fmaf(ds4_f16(ds4_load_u16(p + 2)), x->dq[k], sum);
+  for (uint64_t k = 0; k < cols; k += 32) {
+    const ds4_block *b = &w->blocks[k / w->block];
+    const int8_t *v = w->value + k, *q = x->q + k;
+    float d = ds4_f16(b->d), m = ds4_f16(b->m), dx = x->d[k / 32], dq = x->dq[k / 32];
+    uint64_t s = w->shape.sub ? k % w->block / w->shape.sub : 0;
+    if (w->shape.sub == 16) {
+      sum = fmaf(d * dx, (float)(b->sc[s] * dot_16(v, q) + b->sc[s + 1] * dot_16(v + 16, q + 16)), sum);
+      if (w->shape.minimum) sum = fmaf(-m * dx, (float)(b->mn[s] * sum_16(q) + b->mn[s + 1] * sum_16(q + 16)), sum);
+      continue;
+    }
+    if (w->shape.sub) d *= (float)b->sc[s], m = -m * (float)b->mn[s];
+    sum = fmaf(d * dx, (float)(dot_16(v, q) + dot_16(v + 16, q + 16)), sum);
+    if (w->shape.minimum) sum = fmaf(m, dq, sum);
   }
   return sum;
 }
@@ -107,17 +144,23 @@ static int matmul_float(ds4_backend *b, const ds4_weight *w, float *out, const f
 
 static int matmul_quant(ds4_backend *b, const ds4_weight *w, float *out, const float *x, uint32_t n) {
   uint64_t blocks = w->cols / 32;
+  quant_row row = {.shape = ds4_shape_of(w->format->format), .block = w->format->block};
+  row.blocks = calloc(w->cols / row.block, sizeof *row.blocks);
+  row.value = malloc(w->cols);
   int8_t *q = malloc(n * w->cols);
   float *d = malloc(n * blocks * 2 * sizeof *d);
-  int status = q && d ? DS4_OK : DS4_ENOMEM;
+  int status = row.blocks && row.value && q && d ? DS4_OK : DS4_ENOMEM;
   for (uint64_t i = 0; !status && i < n * blocks; i++) ds4_quant_block(x + i * 32, 32, q + i * 32, &d[i], &d[n * blocks + i]);
   for (uint64_t r = 0; !status && r < w->rows; r++) {
+    take_row(w, r, &row);
     for (uint32_t t = 0; t < n; t++) {
       quant one = {q + t * w->cols, d + t * blocks, d + (n + t) * blocks};
-      out[t * w->rows + r] = dot_quant(w, r, &one);
+      out[t * w->rows + r] = dot_quant(&row, w->cols, &one);
     }
     if (stop(b)) status = DS4_ECANCELLED;
   }
+  free(row.blocks);
+  free(row.value);
   free(q);
   free(d);
   return status;
@@ -126,7 +169,7 @@ static int matmul_quant(ds4_backend *b, const ds4_weight *w, float *out, const f
 static int ref_matmul(ds4_backend *b, const ds4_weight *const *w, float *const *out, uint32_t n_w, const float *x, uint32_t n) {
   int status = DS4_OK;
   for (uint32_t i = 0; !status && i < n_w; i++)
-    status = w[i]->format->block == 1 ? matmul_float(b, w[i], out[i], x, n) : matmul_quant(b, w[i], out[i], x, n);
+    status = ds4_shape_of(w[i]->format->format).int8 ? matmul_quant(b, w[i], out[i], x, n) : matmul_float(b, w[i], out[i], x, n);
   return status;
 }
 

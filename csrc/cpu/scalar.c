@@ -37,14 +37,24 @@ static inline uint32_t v_top(v16 a, v16 b) {
   return top;
 }
 
-static inline int32_t v_quant(v16 a, v16 b, float scale, int8_t *q) {
-  int32_t sum = 0;
+static inline void v_quant(v16 a, v16 b, float scale, int8_t *q, int32_t *sum) {
   for (int i = 0; i < 32; i++) {
     q[i] = (int8_t)ds4_round((i < 16 ? a.f[i] : b.f[i - 16]) * scale);
-    sum += q[i];
+    sum[i / 16] += q[i];
   }
-  return sum;
 }
+
+#define UNROLL /* small code matters more here */
+#define VB_ROWS 4
+#define VB_TABLE(p) vb_load((const uint8_t *)(p))
+#define VB_LOOKUP(table, v) lookup(table, v)
+typedef uint8_t bytes __attribute__((vector_size(16)));
+static inline bytes lookup(bytes table, bytes v) {
+  bytes o;
+  for (int i = 0; i < 16; i++) o[i] = table[v[i]];
+  return o;
+}
+#include "decode.inc.h"
 
 #define DOT_TILE 2
 #define FLOAT_TILE 4
@@ -52,26 +62,42 @@ static inline int32_t v_quant(v16 a, v16 b, float scale, int8_t *q) {
 #define SCORE_PIECES 1
 #define WIDE 2
 
-static inline void dot_q8_0(const uint8_t *w, const int8_t *x, const int32_t *sum, uint32_t blocks, int tokens, v16 *out) {
-  (void)sum;
-  for (int t = 0; t < tokens; t++, x += (uint64_t)blocks * 32)
-    for (int r = 0; r < 16; r++) {
-      int32_t isum = 0;
-      for (int k = 0; k < 32; k++) isum += (int8_t)w[(k / 4 * 16 + r) * 4 + k % 4] * x[k];
-      out[t].f[r] = (float)isum;
-    }
+static inline int dot_tile(int32_t format) { return (void)format, DOT_TILE; }
+
+static vq q_fma(vq a, vq b, vq c) {
+  for (int i = 0; i < VB_ROWS; i++) c[i] = fmaf(a[i], b[i], c[i]);
+  return c;
+}
+static inline vq q_f16(const uint8_t *p) {
+  vq o;
+  for (int i = 0; i < VB_ROWS; i++) o[i] = ds4_f16(ds4_load_u16(p + 2 * i));
+  return o;
 }
 
-static inline void dot_q4_1(const uint8_t *w, const int8_t *x, uint32_t blocks, int tokens, v16 *out) {
-  for (int t = 0; t < tokens; t++, x += (uint64_t)blocks * 32)
-    for (int r = 0; r < 16; r++) {
-      int32_t isum = 0;
-      for (int k = 0; k < 16; k++) {
-        uint8_t both = w[(k / 4 * 16 + r) * 4 + k % 4];
-        isum += (both & 15) * x[k] + (both >> 4) * x[k + 16];
-      }
-      out[t].f[r] = (float)isum;
+INLINE vi sub_scale(ds4_shape f, const uint8_t *p) { return f.minimum ? vi_bytes(p) & 15 : vi_bytes(p); }
+
+INLINE void dot_block(int32_t format, const uint8_t *body, const uint8_t *scales, const int8_t *x, const int16_t *sum, uint32_t blocks,
+                      const int t, vi *isum) {
+  const ds4_shape f = ds4_shape_of(format);
+  (void)sum;
+  for (int i = 0; i < t; i++) isum[i] = (vi){0};
+  for (int j = 0; j < 8; j++) {
+    vb v = quant_step(format, body, j, 0);
+    int8_t value[VB_BYTES];
+    for (int k = 0; k < VB_BYTES; k++) value[k] = (int8_t)(is_wide(f) ? v[k] : v[k] - f.offset);
+    vi scale = f.sub == 16 ? sub_scale(f, scales + j / 4 * 16) : (vi){0} + 1;
+    for (int i = 0; i < t; i++) {
+      const int8_t *xi = x + (uint64_t)i * blocks * 32 + 4 * j;
+      vi part;
+      for (int r = 0; r < VB_ROWS; r++)
+        part[r] = value[4 * r] * xi[0] + value[4 * r + 1] * xi[1] + value[4 * r + 2] * xi[2] + value[4 * r + 3] * xi[3];
+      isum[i] += part * scale;
     }
+  }
+}
+
+INLINE vi dot_minimums(const uint8_t *scales, const int16_t *sum) {
+  return (vi_bytes(scales) >> 4 & 15) * sum[0] + (vi_bytes(scales + 16) >> 4 & 15) * sum[1];
 }
 
 #include "kernels.inc.h"

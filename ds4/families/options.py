@@ -16,7 +16,10 @@ from ds4.files import Checkpoint, Tensor
 from ds4.files.base import quote
 
 LARGEST = 1 << 24  # no dimension of a model is larger; keeps products of two far from any limit
-MATRIX_FORMATS = ("F32", "F16", "BF16", "Q4_1", "Q8_0")
+MATRIX_FORMATS = (
+    *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"),
+)
 VECTOR_FORMATS = ("F32", "F16", "BF16")
 _ALIGNMENT = {"F32": 4}  # bytes; all others begin with 16-bit numbers
 _MISSING: Any = object()

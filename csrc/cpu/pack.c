@@ -1,0 +1,138 @@
+/* Weights in the layout of the kernels (kernels.h draws it): packing at load, and one row back as numbers. */
+#include <string.h>
+
+#include "../formats.h"
+#include "kernels.h"
+
+uint64_t ds4_packed_group_bytes(int32_t format, uint64_t cols) {
+  ds4_shape f = ds4_shape_of(format);
+  ds4_pack p = ds4_pack_of(f);
+  if (!f.low) return cols * ds4_format_find(format)->bytes * DS4_LANES;
+  return cols / (32 * p.per) * (p.head + (uint64_t)p.per * p.body);
+}
+
+/* ---- packing ------------------------------------------------------------------------------------------------------------------------- */
+
+static void pack_floats(const ds4_packed *p, uint32_t size, const uint8_t *from, uint32_t r, uint8_t *to) {
+  for (uint64_t k = 0; k < p->cols; k++) memcpy(to + (k * DS4_LANES + r) * size, from + k * size, size);
+}
+
+/* `bits` bits, from bit `at` of the codes on, of 32 weights of row `r` into a plane of zeros. */
+static inline __attribute__((always_inline)) void put_bits(uint8_t *plane, uint32_t r, const uint8_t *code, const uint32_t bits,
+                                                           uint32_t at) {
+  for (uint32_t step = 0; step < 8; step++)
+    for (uint32_t c = 0; c < 4; c++)
+      plane[64 * (step % bits) + 4 * r + c] |= (code[4 * step + c] >> at & ((1u << bits) - 1)) << step / bits * bits;
+}
+
+static void put_plane(uint8_t *plane, uint32_t r, const uint8_t *code, uint32_t bits, uint32_t at) {
+  switch (bits) { /* a constant makes the inner loops several times as fast */
+  case 8: put_bits(plane, r, code, 8, at); break;
+  case 4: put_bits(plane, r, code, 4, at); break;
+  case 2: put_bits(plane, r, code, 2, at); break;
+  case 1: put_bits(plane, r, code, 1, at); break;
+  }
+}
+
+/* The scales of one block of a file, which is `per` blocks of the packed layout. */
+static void put_head(const ds4_shape *f, const ds4_pack *p, const ds4_block *b, uint32_t r, uint8_t *to) {
+  if (!f->int8) {
+    to[r] = (uint8_t)b->d;
+    return;
+  }
+  memcpy(to + 2 * r, &b->d, 2);
+  if (f->minimum) memcpy(to + 32 + 2 * r, &b->m, 2);
+  uint8_t *scale = to + p->scales + r;
+  for (uint32_t s = 0; f->sub == 32 && s < 8; s++, scale += 32) {
+    scale[0] = (uint8_t)b->sc[s];
+    scale[16] = b->mn[s];
+  }
+  for (uint32_t s = 0; f->sub == 16 && s < 16; s++, scale += 16)
+    scale[0] = (uint8_t)(f->minimum ? b->sc[s] | b->mn[s] << 4 : b->sc[s]);
+}
+
+static void pack_row(const ds4_packed *w, const ds4_format_info *info, const uint8_t *from, uint32_t r, uint8_t *to) {
+  ds4_shape f = ds4_shape_of(w->format);
+  ds4_pack p = ds4_pack_of(f);
+  ds4_block b = {0};
+  for (uint64_t k = 0; k < w->cols; k += info->block, from += info->bytes) {
+    info->take_apart(from, &b);
+    if (f.low == 8) /* these are stored as the signed numbers they are */
+      for (uint32_t i = 0; i < 32; i++) b.code[i] ^= 128;
+    put_head(&f, &p, &b, r, to);
+    to += p.head;
+    for (uint32_t i = 0; i < p.per; i++, to += p.body) {
+      put_plane(to, r, b.code + 32 * i, f.low, 0);
+      if (f.high) put_plane(to + 64 * f.low, r, b.code + 32 * i, f.high, f.low);
+    }
+  }
+}
+
+void ds4_pack_group(const ds4_packed *w, uint32_t group, const uint8_t *data, uint64_t row_bytes) {
+  const ds4_format_info *info = ds4_format_find(w->format);
+  uint32_t rows = ds4_min_u32(DS4_LANES, w->rows - group * DS4_LANES);
+  uint8_t *to = w->data + group * w->group_bytes;
+  memset(to, 0, w->group_bytes);
+  for (uint32_t r = 0; r < rows; r++) {
+    const uint8_t *from = data + ((uint64_t)group * DS4_LANES + r) * row_bytes;
+    if (info->floats)
+      pack_floats(w, info->bytes, from, r, to);
+    else
+      pack_row(w, info, from, r, to);
+  }
+}
+
+/* ---- one row back ---------------------------------------------------------------------------------------------------------------------- */
+
+static void take_plane(const uint8_t *plane, uint32_t r, uint8_t *code, uint32_t bits, uint32_t at) {
+  for (uint32_t step = 0; step < 8; step++)
+    for (uint32_t c = 0; c < 4; c++)
+      code[4 * step + c] |= (plane[64 * (step % bits) + 4 * r + c] >> step / bits * bits & ((1u << bits) - 1)) << at;
+}
+
+static void take_head(const ds4_shape *f, const ds4_pack *p, const uint8_t *from, uint32_t r, ds4_block *b) {
+  if (!f->int8) {
+    b->d = from[r];
+    return;
+  }
+  b->d = ds4_load_u16(from + 2 * r);
+  if (f->minimum) b->m = ds4_load_u16(from + 32 + 2 * r);
+  const uint8_t *scale = from + p->scales + r;
+  for (uint32_t s = 0; f->sub == 32 && s < 8; s++, scale += 32) {
+    b->sc[s] = (int8_t)scale[0];
+    b->mn[s] = scale[16];
+  }
+  for (uint32_t s = 0; f->sub == 16 && s < 16; s++, scale += 16) {
+    b->sc[s] = (int8_t)(f->minimum ? scale[0] & 15 : scale[0]);
+    b->mn[s] = scale[0] >> 4;
+  }
+}
+
+static void unpack_quants(const ds4_packed *w, const uint8_t *from, uint32_t r, float *out) {
+  ds4_shape f = ds4_shape_of(w->format);
+  ds4_pack p = ds4_pack_of(f);
+  for (uint64_t k = 0; k < w->cols; k += 32 * p.per) {
+    ds4_block b = {0};
+    take_head(&f, &p, from, r, &b);
+    from += p.head;
+    for (uint32_t i = 0; i < p.per; i++, from += p.body) {
+      take_plane(from, r, b.code + 32 * i, f.low, 0);
+      if (f.high) take_plane(from + 64 * f.low, r, b.code + 32 * i, f.high, f.low);
+    }
+    if (f.low == 8)
+      for (uint32_t i = 0; i < 32; i++) b.code[i] ^= 128;
+    ds4_block_floats(w->format, &b, 32 * p.per, out + k);
+  }
+}
+
+void ds4_unpack_row(const ds4_packed *p, uint32_t row, float *out) {
+  const uint8_t *at = p->data + row / DS4_LANES * p->group_bytes;
+  uint32_t r = row % DS4_LANES;
+  if (ds4_shape_of(p->format).low) {
+    unpack_quants(p, at, r, out);
+    return;
+  }
+  for (uint32_t k = 0; p->format == DS4_F32 && k < p->cols; k++) memcpy(out + k, at + (k * DS4_LANES + r) * 4ull, 4);
+  for (uint32_t k = 0; p->format == DS4_F16 && k < p->cols; k++) out[k] = ds4_f16(ds4_load_u16(at + (k * DS4_LANES + r) * 2ull));
+  for (uint32_t k = 0; p->format == DS4_BF16 && k < p->cols; k++) out[k] = ds4_bf16(ds4_load_u16(at + (k * DS4_LANES + r) * 2ull));
+}
