@@ -88,7 +88,6 @@ class Walk(RuleBasedStateMachine):
 
     @initialize()
     def start(self):
-        gc.collect()
         self.engine = engine_of(self.toy, self.options)
         self.begin = settled(self.engine.ledger())
         self.lines, self.marks, self.arrays, self.known = [], [], [], {}
@@ -588,7 +587,8 @@ class Walk(RuleBasedStateMachine):
                 m.mark.release()
             self.lines, self.marks, self.arrays = [], [], []
             self.folder.cleanup()
-        gc.collect()
+        if settled(self.engine.ledger()) != self.begin:
+            gc.collect()
         assert failed or settled(self.engine.ledger()) == self.begin
 
 

@@ -291,7 +291,7 @@ def places(limit):
     k = 1
     while k < limit:
         yield k
-        k += 1 + k // 12
+        k += 1 + k // 8
 
 
 def setup(engine):
@@ -336,7 +336,7 @@ KINDS = {"alloc": (SystemResourceError,), "kernel": (ComputeError,), "device": (
 
 
 @injected
-@every_toy
+@pytest.mark.parametrize("toy", ["plain", "both"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CALLS)
 def test_failing_at_every_place(toy, kind, name):

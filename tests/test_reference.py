@@ -65,12 +65,12 @@ def test_smaller_rows_cost_little(engine_of, model):
 @pytest.mark.parametrize("model, toy", [("llama", toy) for toy in TOYS] + [(model, "plain") for model in MODELS[1:]])
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_ref_and_cpu_are_equal_bit_for_bit(engine_of, model, toy, kv_dtype):
-    tokens, results = some_tokens(150), []
+    tokens, results = some_tokens(120), []
     for backend, threads in (("ref", 1), ("cpu", 1), ("cpu", 2)):
         engine = engine_of(model, toy, backend=backend, kv_dtype=kv_dtype, threads=threads)
         with engine.session() as session:
-            logits = [session.eval(tokens[:120], logits="all").tobytes()]
-            logits += [session.eval([token], logits="all").tobytes() for token in tokens[120:]]
+            logits = [session.eval(tokens[:100], logits="all").tobytes()]
+            logits += [session.eval([token], logits="all").tobytes() for token in tokens[100:]]
             results.append((logits, [held_rows(session, i) for i in range(len(engine.streams))]))
     for logits, rows in results[1:]:
         assert logits == results[0][0], "logits"
