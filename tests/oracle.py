@@ -13,7 +13,17 @@ from ds4.errors import InexactError, PoolFull
 
 DATA = Path(__file__).parent / "data"
 VOCAB = 512
-TOYS = {"plain": {}, "window": {"toy_window": 24}, "both": {"toy_window": 24, "toy_stride": 4}, "wide": {"toy_window": 100}}
+# What the contract's tests run on: the tiny Llama, with streams that only a test build gives it, and tiny models of other families
+TOYS: dict[str, dict[str, float]] = {
+    "plain": {},
+    "window": {"toy_window": 24},
+    "both": {"toy_window": 24, "toy_stride": 4},
+    "wide": {"toy_window": 100},
+    "gemma3": {},
+    "qwen3_moe": {},
+}
+OTHERS = ("gemma3", "qwen3_moe")
+WINDOWED = [toy for toy in TOYS if toy not in ("plain", "qwen3_moe")]
 BACKENDS = ("ref", "cpu")
 KV_DTYPES = ("f32", "f16", "q8_0")
 PAGE = 64
@@ -33,7 +43,7 @@ def make_engine(model="llama", toy="plain", **options) -> ds4.Engine:
     options = {"backend": "cpu", "threads": 1, "kv_dtype": "f16", **options}
     if "pool_bytes" not in options:
         options.setdefault("pool_tokens", 16384)
-    return ds4.Engine(DATA / model, test_options=TOYS[toy], **options)
+    return ds4.Engine(DATA / (toy if toy in OTHERS else model), test_options=TOYS[toy], **options)
 
 
 _twins: dict[tuple, ds4.Engine] = {}

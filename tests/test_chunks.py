@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from oracle import KV_DTYPES, PAGE, TOYS, assert_same, feed, fresh_logits, held_rows, some_tokens
+from oracle import KV_DTYPES, PAGE, TOYS, WINDOWED, assert_same, feed, fresh_logits, held_rows, some_tokens
 
 from ds4.errors import InexactError, MarkError, NoLogits, PositionError
 
-WINDOWED = [toy for toy in TOYS if toy != "plain"]
 every_toy = pytest.mark.parametrize("toy", TOYS)
 every_kv = pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 

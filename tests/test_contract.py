@@ -644,6 +644,9 @@ QUICK = [
     ("both", {"kv_dtype": "q8_0", "pool_tokens": 700}),
     ("both", {"kv_dtype": "f32", "backend": "ref"}),
     ("wide", {"kv_dtype": "f16"}),
+    ("gemma3", {"kv_dtype": "f16", "threads": 2}),
+    ("gemma3", {"kv_dtype": "q8_0", "pool_tokens": 900}),
+    ("qwen3_moe", {"kv_dtype": "f16", "threads": 2}),
 ]
 
 

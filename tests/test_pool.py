@@ -5,12 +5,11 @@ from __future__ import annotations
 import gc
 
 import pytest
-from oracle import KV_DTYPES, TOYS, assert_same, feed, held_rows, make_engine, settled, some_tokens
+from oracle import KV_DTYPES, TOYS, WINDOWED, assert_same, feed, held_rows, make_engine, settled, some_tokens
 
 import ds4
 from ds4.errors import ArgumentError, ContextFull, PoolFull
 
-WINDOWED = [toy for toy in TOYS if toy != "plain"]
 every_toy = pytest.mark.parametrize("toy", TOYS)
 
 
