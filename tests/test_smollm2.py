@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from oracle import DATA
+from real import behind_greedy, divergence, loading, log_softmax
 
 import ds4
 
 pytestmark = pytest.mark.model
 
-TEXTS = ("chat", "code", "numbers", "prose", "unicode")
 KL_OF_LLAMA_CPP = 0.00267
 PAGE = 64
 
@@ -32,41 +29,16 @@ def tokens(engine: ds4.Engine) -> list[int]:
     return engine.tokenizer.encode(text)[:700]
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    x = logits.astype(np.float64)
-    x -= x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-
-def divergence(engine: ds4.Engine) -> tuple[float, float]:
-    """Mean KL(reference || engine) over the 20 best tokens, and how often the best token is the same."""
-    reference = np.load(DATA / "real" / "smollm2_q4_1.npz")
-    kl, same = [], []
-    for name in TEXTS:
-        with engine.session() as s:
-            ours = log_softmax(s.eval(reference[f"{name}.ids"], logits="all"))
-        ids, theirs = reference[f"{name}.top_ids"].astype(int), reference[f"{name}.top_lp"].astype(np.float64)
-        kl.append((np.exp(theirs) * (theirs - np.take_along_axis(ours, ids, -1))).sum(-1))
-        same.append(ours.argmax(-1) == ids[:, 0])
-    return float(np.concatenate(kl).mean()), float(np.concatenate(same).mean())
-
-
 def test_divergence_from_the_reference(engine: ds4.Engine) -> None:
-    kl, same = divergence(engine)
+    kl, same = divergence(engine, "smollm2_q4_1")
     print(f"\nmean KL {kl:.5f} (llama.cpp {KL_OF_LLAMA_CPP}), best token agrees {same:.3f}")
     assert kl <= KL_OF_LLAMA_CPP * 1.03
     assert same >= 0.97
 
 
 def test_greedy_tokens_of_the_reference(engine: ds4.Engine) -> None:
-    """32 greedy tokens after each text: the reference's token is our best one, or nearly as likely (activations are
-    quantised here)."""
-    reference = np.load(DATA / "real" / "smollm2_q4_1.npz")
-    for name in TEXTS:
-        ids, greedy = reference[f"{name}.ids"], reference[f"{name}.greedy"].astype(int)
-        with engine.session() as s:
-            ours = log_softmax(s.eval(np.concatenate([ids, greedy]), logits="all"))[len(ids) - 1 : -1]
-        behind = ours.max(-1) - ours[np.arange(len(greedy)), greedy]
+    """The reference's token is our best one, or nearly as likely (activations are quantised here)."""
+    for name, behind in behind_greedy(engine, "smollm2_q4_1").items():
         assert (behind == 0).mean() >= 0.9 and behind.max() < 0.5, f"{name}: {behind.round(3)}"
 
 
@@ -148,25 +120,9 @@ def test_score_equals_the_logits(engine: ds4.Engine, tokens: list[int]) -> None:
     np.testing.assert_allclose(got[1:], want, rtol=0, atol=1e-5)
 
 
-MEASURE = """
-import os, sys, time
-import ds4
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-start = time.perf_counter()
-engine = ds4.Engine(sys.argv[1], pool_tokens=4096)
-seconds = time.perf_counter() - start
-with engine.session() as s:
-    s.eval(list(range(1000, 2000)))
-    print(seconds, resident(), s.bytes_held)
-"""
-
-
 @pytest.mark.nosanitize
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc, as on Linux")
 def test_memory_is_the_file_and_the_rows(smollm2_path: Path) -> None:
-    command = [sys.executable, "-c", MEASURE, str(smollm2_path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    seconds, resident, held = done.stdout.split()
-    print(f"\nloaded in {float(seconds):.2f} s; {int(resident) / 1e6:.0f} MB, of them {int(held) / 1e6:.0f} MB rows")
-    assert int(resident) <= os.path.getsize(smollm2_path) + int(held) + 200e6
+    seconds, resident, held = loading(smollm2_path)
+    print(f"\nloaded in {seconds:.2f} s; {resident / 1e6:.0f} MB, of them {held / 1e6:.0f} MB rows")
+    assert resident <= os.path.getsize(smollm2_path) + held + 200e6

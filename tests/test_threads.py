@@ -451,7 +451,7 @@ def test_a_forked_child_that_exits_normally_does_not_hang():
             del array
             gc.collect()
             sys.exit(0)
-        for _ in range(300):
+        for _ in range(100):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
                 break
