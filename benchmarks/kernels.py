@@ -17,9 +17,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from test_formats import FORMATS, random_weights  # noqa: E402
+from test_formats import FORMATS, random_weights
 
-from ds4.core import check, ffi, lib  # noqa: E402
+from ds4.core import check, ffi, lib
 
 DIM, FFN, VOCAB, CTX = 2048, 8192, 64, 2048
 SMALL = {"q": (16, DIM), "k": (8, DIM), "v": (8, DIM), "o": (DIM, 16)}
@@ -92,7 +92,10 @@ def main() -> None:
             sys.exit(f"{name}: the logits differ from those of backend ref; nothing is timed.")
         lib.ds4_engine_get_info(layer.engine, info)
         one, many = layer.best(1, options.seconds), layer.best(512, options.seconds)
-        print(f"{name:8}{work / one / 1e9:12.1f}{info.weight_bytes / one / 1e9:8.1f}{512 * work / many / 1e9:14.1f}", flush=True)
+        print(
+            f"{name:8}{work / one / 1e9:12.1f}{info.weight_bytes / one / 1e9:8.1f}{512 * work / many / 1e9:14.1f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

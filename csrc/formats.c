@@ -179,13 +179,13 @@ static void apart_q6_k(const uint8_t *p, ds4_block *b) {
 /* ---- all of them ----------------------------------------------------------------------------------------------------------------------- */
 
 static const ds4_format_info formats[] = {
-    {DS4_F32, "F32", 1, 4, floats_f32, NULL},         {DS4_F16, "F16", 1, 2, floats_f16, NULL},
-    {DS4_BF16, "BF16", 1, 2, floats_bf16, NULL},      {DS4_Q8_0, "Q8_0", 32, 34, NULL, apart_q8_0},
-    {DS4_Q4_0, "Q4_0", 32, 18, NULL, apart_q4_0},     {DS4_Q4_1, "Q4_1", 32, 20, NULL, apart_q4_1},
-    {DS4_Q5_0, "Q5_0", 32, 22, NULL, apart_q5_0},     {DS4_Q5_1, "Q5_1", 32, 24, NULL, apart_q5_1},
-    {DS4_Q2_K, "Q2_K", 256, 84, NULL, apart_q2_k},    {DS4_Q3_K, "Q3_K", 256, 110, NULL, apart_q3_k},
-    {DS4_Q4_K, "Q4_K", 256, 144, NULL, apart_q4_k},   {DS4_Q5_K, "Q5_K", 256, 176, NULL, apart_q5_k},
-    {DS4_Q6_K, "Q6_K", 256, 210, NULL, apart_q6_k},   {DS4_IQ4_NL, "IQ4_NL", 32, 18, NULL, apart_q4_0},
+    {DS4_F32, "F32", 1, 4, floats_f32, NULL},        {DS4_F16, "F16", 1, 2, floats_f16, NULL},
+    {DS4_BF16, "BF16", 1, 2, floats_bf16, NULL},     {DS4_Q8_0, "Q8_0", 32, 34, NULL, apart_q8_0},
+    {DS4_Q4_0, "Q4_0", 32, 18, NULL, apart_q4_0},    {DS4_Q4_1, "Q4_1", 32, 20, NULL, apart_q4_1},
+    {DS4_Q5_0, "Q5_0", 32, 22, NULL, apart_q5_0},    {DS4_Q5_1, "Q5_1", 32, 24, NULL, apart_q5_1},
+    {DS4_Q2_K, "Q2_K", 256, 84, NULL, apart_q2_k},   {DS4_Q3_K, "Q3_K", 256, 110, NULL, apart_q3_k},
+    {DS4_Q4_K, "Q4_K", 256, 144, NULL, apart_q4_k},  {DS4_Q5_K, "Q5_K", 256, 176, NULL, apart_q5_k},
+    {DS4_Q6_K, "Q6_K", 256, 210, NULL, apart_q6_k},  {DS4_IQ4_NL, "IQ4_NL", 32, 18, NULL, apart_q4_0},
     {DS4_MXFP4, "MXFP4", 32, 17, NULL, apart_mxfp4},
 };
 #define N_FORMATS (sizeof formats / sizeof *formats)

@@ -26,9 +26,9 @@ typedef struct ds4_block {
 typedef struct ds4_format_info {
   int32_t format;
   const char *name;
-  uint32_t block, bytes;                                      /* weights and bytes of a block */
-  void (*floats)(const uint8_t *p, uint64_t n, float *out);   /* float formats */
-  void (*take_apart)(const uint8_t *p, ds4_block *out);       /* quantised formats */
+  uint32_t block, bytes;                                    /* weights and bytes of a block */
+  void (*floats)(const uint8_t *p, uint64_t n, float *out); /* float formats */
+  void (*take_apart)(const uint8_t *p, ds4_block *out);     /* quantised formats */
 } ds4_format_info;
 const ds4_format_info *ds4_format_find(int32_t format); /* NULL: not known */
 /* `n` weights from the first of a block on, as numbers: the definition of the format. */
@@ -71,7 +71,9 @@ static inline int32_t ds4_code_value(const ds4_shape *s, uint32_t code) { return
 /* 2^(e - 128): the MX scale of 2^(e - 127), halved because the values are doubled. */
 static inline float ds4_e8m0_half(uint32_t e) { return ds4_float(e < 2 ? 0x00200000u << e : (e - 1) << 23); }
 
-static inline float ds4_block_scale(int32_t format, const ds4_block *b) { return format == DS4_MXFP4 ? ds4_e8m0_half(b->d) : ds4_f16(b->d); }
+static inline float ds4_block_scale(int32_t format, const ds4_block *b) {
+  return format == DS4_MXFP4 ? ds4_e8m0_half(b->d) : ds4_f16(b->d);
+}
 
 static inline uint16_t ds4_load_u16(const uint8_t *p) {
   uint16_t v;

@@ -7,12 +7,17 @@ import pytest
 from ds4.core import check, ffi, lib
 from ds4.errors import ArgumentError, UnsupportedError
 
-NAMES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL")
-NAMES = (*NAMES, "MXFP4")
-FORMATS = {name: (getattr(lib, f"DS4_{name}"), gguf.GGMLQuantizationType[name]) for name in NAMES}
+FORMATS = {
+    name: (getattr(lib, f"DS4_{name}"), gguf.GGMLQuantizationType[name])
+    for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL MXFP4".split()
+}
 FLOAT = ("F32", "F16", "BF16")
 INTEGER = tuple(name for name in FORMATS if name not in (*FLOAT, "MXFP4"))
 SCALES = {"Q2_K": 80, "Q3_K": 108, "Q6_K": 208}  # where the f16 scale and minimum lie; else at the front
+MINIMUM = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
+INTEGER_SCALES = {
+    "Q2_K": slice(0, 16), "Q3_K": slice(96, 108), "Q4_K": slice(4, 16), "Q5_K": slice(4, 16), "Q6_K": slice(192, 208)
+}  # fmt: skip
 ISAS = ("scalar", "avx2", "avx512")
 DIM, VOCAB = 512, 72  # 72 rows: the last group of 16 is not full
 
@@ -29,7 +34,7 @@ def random_weights(name: str, rows: int, cols: int, seed: int = 0) -> np.ndarray
     if name == "MXFP4":
         blocks[:, :, 0] = rng.integers(115, 125, blocks.shape[:2])
         return blocks.reshape(rows, -1)
-    at, n = SCALES.get(name, 0), 2 if name in ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K") else 1
+    at, n = SCALES.get(name, 0), 2 if name in MINIMUM else 1
     scales = (rng.standard_normal((rows, cols // block, n)) / 64).astype(np.float16)
     blocks[:, :, at : at + 2 * n] = scales.view(np.uint8)
     return blocks.reshape(rows, -1)
@@ -73,21 +78,23 @@ def test_sizes_are_checked() -> None:
         check(lib.ds4_format_bytes(99, 4, 4, size, err), err)
 
 
-def engine(tensors: dict[str, tuple[str, np.ndarray]], backend: str):
-    """A Llama of one layer that does nothing: its logits are `head` times the normed embedding; `embed` serves as head
-    when there is none. `tensors`: name -> (format, bytes)."""
+def engine(tensors: dict[str, tuple[str, np.ndarray]], backend: str, dim: int):
+    """A Llama of one layer that does nothing: its logits are `head` times the normed embedding.
+    `tensors`: name -> (format, bytes)."""
     err, out = ffi.new("ds4_error *"), ffi.new("ds4_engine **")
     check(lib.ds4_engine_new(b"llama", backend.encode(), 2, out, err), err)
     handle = ffi.gc(out[0], lib.ds4_engine_free)
-    settings = {"n_layers": 1, "vocab": VOCAB, "ctx": 64, "dim": DIM, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8}
+    settings = {"n_layers": 1, "vocab": VOCAB, "ctx": 64, "dim": dim, "n_heads": 2, "n_kv_heads": 1, "head_dim": 8}
     settings |= {"ffn_dim": 32, "norm_eps": 1e-5, "rope_base": 10000, "rope_interleaved": 0}
     for key, value in settings.items():
         check(lib.ds4_engine_set(handle, key.encode(), [value], 1, err), err)
-    zeros = {"q": (16, DIM), "k": (8, DIM), "v": (8, DIM), "o": (DIM, 16)}
-    zeros |= {"gate": (32, DIM), "up": (32, DIM), "down": (DIM, 32)}
+    zeros = {"q": (16, dim), "k": (8, dim), "v": (8, dim), "o": (dim, 16)}
+    zeros |= {"gate": (32, dim), "up": (32, dim), "down": (dim, 32)}
     given = [(f"layers.0.{key}", "F32", *shape, np.zeros(shape, np.float32)) for key, shape in zeros.items()]
-    given += [(key, "F32", 1, DIM, np.ones(DIM, np.float32)) for key in ("norm", "layers.0.attn_norm", "layers.0.ffn_norm")]
-    given += [(key, name, VOCAB, DIM, np.ascontiguousarray(data)) for key, (name, data) in tensors.items()]
+    given += [
+        (key, "F32", 1, dim, np.ones(dim, np.float32)) for key in ("norm", "layers.0.attn_norm", "layers.0.ffn_norm")
+    ]
+    given += [(key, name, VOCAB, dim, np.ascontiguousarray(data)) for key, (name, data) in tensors.items()]
     for key, name, rows, cols, data in given:
         raw = ffi.from_buffer(data)
         check(lib.ds4_engine_tensor(handle, key.encode(), FORMATS[name][0], rows, cols, raw, data.nbytes, err), err)
@@ -95,8 +102,8 @@ def engine(tensors: dict[str, tuple[str, np.ndarray]], backend: str):
     return handle, given
 
 
-def logits_of(tensors: dict[str, tuple[str, np.ndarray]], backend: str, n: int) -> np.ndarray:
-    handle, keep = engine(tensors, backend)
+def logits_of(tensors: dict[str, tuple[str, np.ndarray]], backend: str, n: int, dim: int = DIM) -> np.ndarray:
+    handle, keep = engine(tensors, backend, dim)
     err, out = ffi.new("ds4_error *"), ffi.new("ds4_session **")
     check(lib.ds4_session_new(handle, 0, out, err), err)
     session = ffi.gc(out[0], lib.ds4_session_free)
@@ -110,7 +117,7 @@ def logits_of(tensors: dict[str, tuple[str, np.ndarray]], backend: str, n: int) 
 
 
 def products(name: str, head: np.ndarray, embed: np.ndarray, backend: str, n: int) -> np.ndarray:
-    return logits_of({"embed": ("F32", embed), "head": (name, head)}, backend, n)
+    return logits_of({"embed": ("F32", embed), "head": (name, head)}, backend, n, embed.shape[1])
 
 
 def activations(embed: np.ndarray, n: int, quantised: bool) -> np.ndarray:
@@ -149,12 +156,29 @@ def test_dot_products_against_float64(name: str, isa: str, monkeypatch: pytest.M
     assert np.abs(got - exact).max() / np.abs(exact).max() < (0.02 if name in INTEGER else 1e-6)
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_every_kernel_gives_the_bits_of_ref(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def with_extremes(name: str, data: np.ndarray) -> np.ndarray:
+    """Makes the first rows extreme: all codes 0 or the largest, with integer scales of both signs; f16 scales stay."""
+    if name in FLOAT:
+        return data
+    block, size = gguf.GGML_QUANT_SIZES[FORMATS[name][1]]
+    blocks = data.reshape(VOCAB, -1, size).copy()
+    float_scales = np.zeros(size, bool)
+    at = SCALES.get(name, 0)
+    float_scales[at : at + (4 if name in MINIMUM else 1 if name == "MXFP4" else 2)] = True
+    for row, (code, scale) in enumerate((c, s) for c in (0, 255) for s in (0, 127, 128, 255)):
+        blocks[row][:, ~float_scales] = code
+        if name in INTEGER_SCALES:
+            blocks[row][:, INTEGER_SCALES[name]] = scale
+    return blocks.reshape(VOCAB, -1)
+
+
+@pytest.mark.parametrize(("name", "dim"), [*((n, DIM) for n in FORMATS), *((n, 96) for n in FORMATS if n[-2:] != "_K")])
+def test_every_kernel_gives_the_bits_of_ref(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(7)
-    embed = (rng.standard_normal((VOCAB, DIM)) * 10.0 ** rng.integers(-20, 10, (VOCAB, 1))).astype(np.float32)
-    embed[3] = 0
-    head = random_weights(name, VOCAB, DIM, seed=11)
+    embed = (rng.standard_normal((VOCAB, dim)) * 10.0 ** rng.integers(-20, 10, (VOCAB, 1))).astype(np.float32)
+    embed[:4] = np.array([0, 1, -1, 1])[:, None]  # every int8 is 127, or -127; the last row has both
+    embed[3, ::2] = -1
+    head = with_extremes(name, random_weights(name, VOCAB, dim, seed=11))
     want = products(name, head, embed, "ref", 41)
     compared = 0
     for isa in ISAS:

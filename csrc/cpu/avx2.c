@@ -80,11 +80,13 @@ static inline void v_quant(v16 x, v16 y, float scale, int8_t *q, int32_t *sum) {
 }
 
 #define VB_ROWS 8
+#define VI_BYTES(p) (vi) _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)(p)))
 #define VB_TABLE(p) (vb) _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)(p)))
 #define VB_LOOKUP(table, v) (vb) _mm256_shuffle_epi8((__m256i)(table), (__m256i)(v))
 #include "decode.inc.h"
 
-#define DOT_TILE 6
+#define DOT_TILE 4
+#define FP4_PIECES 2
 #define FLOAT_TILE 4
 #define ROW_TILE 3
 #define SCORE_PIECES 2
@@ -115,9 +117,10 @@ INLINE int dot_steps(ds4_shape f) {
   return is_wide(f) ? 1 : bits == 6 ? 2 : bits == 5 || f.sub == 16 ? 4 : 8;
 }
 
-INLINE int dot_tile(int32_t format) { return dot_steps(ds4_shape_of(format)) == 8 ? DOT_TILE : 4; }
+/* Pins a partial sum to a register: left alone, gcc sums the steps as a tree, which needs more registers than there are. */
+#define PIN(x) __asm__("" : "+x"(x))
 
-INLINE void dot_block(int32_t format, const uint8_t *body, const uint8_t *scales, const int8_t *x, const int16_t *sum, uint32_t blocks,
+INLINE void dot_block(int32_t format, const uint8_t *body, const uint8_t *scales, const int8_t *x, const int16_t *sum, uint32_t stride,
                       const int t, vi *isum) {
   const ds4_shape f = ds4_shape_of(format);
   const int steps = dot_steps(f);
@@ -126,18 +129,20 @@ INLINE void dot_block(int32_t format, const uint8_t *body, const uint8_t *scales
   UNROLL for (int j = 0; j < 8; j++) {
     __m256i v = (__m256i)quant_step(format, body, j, 0), size = is_wide(f) ? _mm256_abs_epi8(v) : v;
     UNROLL for (int i = 0; i < t; i++) {
-      __m256i xi = four(x + (uint64_t)i * blocks * 32 + 4 * j);
+      __m256i xi = four(x + (uint64_t)i * stride * 32 + 4 * j);
       __m256i pairs = _mm256_maddubs_epi16(size, is_wide(f) ? _mm256_sign_epi8(xi, v) : xi);
       part[i] = j % steps ? _mm256_add_epi16(part[i], pairs) : pairs;
+      if (t > 1) PIN(part[i]);
       if (j % steps < steps - 1) continue;
       vi whole = (vi)_mm256_madd_epi16(part[i], weight[j / 4]);
       isum[i] = j < steps ? whole : isum[i] + whole;
+      if (t > 1) PIN(isum[i]);
     }
   }
   if (!f.offset || is_wide(f)) return;
   __m256i offset = _mm256_set1_epi16((int16_t)f.offset);
   if (f.sub == 16) offset = _mm256_mullo_epi16(offset, scale_pairs(f, scales, scales + 16));
-  UNROLL for (int i = 0; i < t; i++) isum[i] -= (vi)_mm256_madd_epi16(offset, four(sum + (uint64_t)i * blocks * 2));
+  UNROLL for (int i = 0; i < t; i++) isum[i] -= (vi)_mm256_madd_epi16(offset, four(sum + (uint64_t)i * stride * 2));
 }
 
 INLINE vi dot_minimums(const uint8_t *scales, const int16_t *sum) {

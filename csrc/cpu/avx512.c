@@ -52,11 +52,13 @@ static inline void v_quant(v16 x, v16 y, float scale, int8_t *q, int32_t *sum) {
 }
 
 #define VB_ROWS 16
+#define VI_BYTES(p) (vi) _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(p)))
 #define VB_TABLE(p) (vb) _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)(const void *)(p)))
 #define VB_LOOKUP(table, v) (vb) _mm512_shuffle_epi8((__m512i)(table), (__m512i)(v))
 #include "decode.inc.h"
 
 #define DOT_TILE 8
+#define FP4_PIECES 1
 #define FLOAT_TILE 8
 #define ROW_TILE 6
 #define SCORE_PIECES 1
@@ -79,32 +81,32 @@ INLINE __m512i byte_pairs(const uint8_t *p) {
 
 INLINE vi sub_scale(ds4_shape f, const uint8_t *p) { return f.minimum ? vi_bytes(p) & 15 : vi_bytes(p); }
 
-INLINE int dot_tile(int32_t format) { return (void)format, DOT_TILE; }
-
 /* The instruction wants one side unsigned: what a code has too much, times the sum of the activations, is taken away at the start, or where sub-blocks
  * of 16 are combined. Wide formats get 128 added. */
-INLINE void dot_block(int32_t format, const uint8_t *body, const uint8_t *scales, const int8_t *x, const int16_t *sum, uint32_t blocks,
+INLINE void dot_block(int32_t format, const uint8_t *body, const uint8_t *scales, const int8_t *x, const int16_t *sum, uint32_t stride,
                       const int t, vi *isum) {
   const ds4_shape f = ds4_shape_of(format);
   const __m512i zero = _mm512_setzero_si512(), less = _mm512_set1_epi16((int16_t)(is_wide(f) ? -128 : -f.offset));
   __m512i first[DOT_TILE], second[DOT_TILE];
   UNROLL for (int i = 0; i < t; i++) {
     bool now = f.sub != 16 && (is_wide(f) || f.offset);
-    first[i] = now ? _mm512_dpwssd_epi32(zero, less, four(sum + (uint64_t)i * blocks * 2)) : zero;
+    first[i] = now ? _mm512_dpwssd_epi32(zero, less, four(sum + (uint64_t)i * stride * 2)) : zero;
     second[i] = zero;
   }
   UNROLL for (int j = 0; j < 8; j++) {
     __m512i v = (__m512i)quant_step(format, body, j, 128);
     UNROLL for (int i = 0; i < t; i++) {
       __m512i *to = f.sub == 16 && j >= 4 ? &second[i] : &first[i];
-      *to = _mm512_dpbusd_epi32(*to, v, four(x + (uint64_t)i * blocks * 32 + 4 * j));
+      *to = _mm512_dpbusd_epi32(*to, v, four(x + (uint64_t)i * stride * 32 + 4 * j));
     }
   }
   UNROLL for (int i = 0; i < t; i++) {
     isum[i] = (vi)first[i];
     if (f.sub != 16) continue;
     isum[i] = isum[i] * sub_scale(f, scales) + (vi)second[i] * sub_scale(f, scales + 16);
-    if (f.offset) isum[i] = (vi)_mm512_dpwssd_epi32((__m512i)isum[i], _mm512_mullo_epi16(less, byte_pairs(scales)), four(sum + (uint64_t)i * blocks * 2));
+    if (f.offset)
+      isum[i] =
+          (vi)_mm512_dpwssd_epi32((__m512i)isum[i], _mm512_mullo_epi16(less, byte_pairs(scales)), four(sum + (uint64_t)i * stride * 2));
   }
 }
 

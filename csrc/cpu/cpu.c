@@ -158,7 +158,7 @@ static void quantize_item(void *ctx, uint32_t item, uint32_t thread) {
 
 static int quantize(product *c, uint32_t cols) {
   ds4_quants *q = &c->b->quants;
-  uint64_t blocks = (uint64_t)c->n * (cols / 32);
+  uint64_t blocks = (uint64_t)c->n * ds4_quants_stride(cols / 32);
   if (blocks > c->b->cap_quants) {
     free(q->q);
     free(q->d);
@@ -168,6 +168,7 @@ static int quantize(product *c, uint32_t cols) {
     if (!c->b->cap_quants) return DS4_ENOMEM;
   }
   q->blocks = cols / 32;
+  q->stride = ds4_quants_stride(q->blocks);
   q->dq = q->d + blocks;
   q->sum = (int16_t *)(void *)(q->dq + blocks);
   return run(c->b, (c->n + 7) / 8, quantize_item, c);

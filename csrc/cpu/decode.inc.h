@@ -1,6 +1,7 @@
 /* Codes of packed weights, in GNU vectors of VB_ROWS output rows. Included by one file per instruction set, which defines before:
  *
  *   VB_ROWS              rows of a vector: 4, 8 or 16; a lane holds four bytes, or an int32, or a float
+ *   VI_BYTES(p)          VB_ROWS signed bytes as int32 lanes
  *   VB_TABLE(p)          16 bytes as a table for VB_LOOKUP(table, vb), which looks up every byte (all below 16) */
 
 #define INLINE static inline __attribute__((always_inline))
@@ -17,7 +18,6 @@ typedef uint8_t vb __attribute__((vector_size(VB_BYTES)));
 typedef uint16_t vh __attribute__((vector_size(VB_BYTES)));
 typedef int32_t vi __attribute__((vector_size(VB_BYTES)));
 typedef float vq __attribute__((vector_size(VB_BYTES)));
-typedef int8_t vc __attribute__((vector_size(VB_ROWS)));
 
 INLINE vb vb_load(const uint8_t *p) {
   vb v;
@@ -25,12 +25,7 @@ INLINE vb vb_load(const uint8_t *p) {
   return v;
 }
 
-/* VB_ROWS signed bytes as lanes. */
-INLINE vi vi_bytes(const uint8_t *p) {
-  vc v;
-  memcpy(&v, p, sizeof v);
-  return __builtin_convertvector(v, vi);
-}
+INLINE vi vi_bytes(const uint8_t *p) { return VI_BYTES(p); }
 
 /* Step `j` of a plane of `bits` bits, moved to bit `at` of each byte; shifts are by 16 bits, the mask takes away what crosses over. */
 INLINE vb plane_step(const uint8_t *plane, const int bits, const int j, const int at) {

@@ -43,13 +43,16 @@ void ds4_pack_group(const ds4_packed *w, uint32_t group, const uint8_t *data, ui
 /* One row as numbers, the same as ds4_format_floats gives of the file's. */
 void ds4_unpack_row(const ds4_packed *w, uint32_t row, float *out);
 
-/* Activations as int8, per token and block of 32: numbers, scale, scale * sum, and the sums of both halves. */
+/* Activations as int8, per token and block of 32: numbers, scale, scale * sum, and the sums of both halves. `stride` keeps the tokens of a tile out of each
+ * other's cache sets: at a power of two they would all fall into the same few, at half the speed. */
 typedef struct ds4_quants {
-  uint32_t blocks; /* per token */
-  int8_t *q;       /* [n][blocks * 32] */
-  float *d, *dq;   /* [n][blocks] */
-  int16_t *sum;    /* [n][blocks][2] */
+  uint32_t blocks, stride; /* blocks of a token, and from one token to the next */
+  int8_t *q;               /* [n][stride * 32] */
+  float *d, *dq;           /* [n][stride] */
+  int16_t *sum;            /* [n][stride][2] */
 } ds4_quants;
+
+static inline uint32_t ds4_quants_stride(uint32_t blocks) { return blocks % 8 ? blocks : blocks + 2; }
 
 /* One item of attention: some tokens of one segment, one head of the stream, the splits [split, split_end). */
 typedef struct ds4_attend_item {

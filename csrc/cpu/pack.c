@@ -47,8 +47,7 @@ static void put_head(const ds4_shape *f, const ds4_pack *p, const ds4_block *b, 
     scale[0] = (uint8_t)b->sc[s];
     scale[16] = b->mn[s];
   }
-  for (uint32_t s = 0; f->sub == 16 && s < 16; s++, scale += 16)
-    scale[0] = (uint8_t)(f->minimum ? b->sc[s] | b->mn[s] << 4 : b->sc[s]);
+  for (uint32_t s = 0; f->sub == 16 && s < 16; s++, scale += 16) scale[0] = (uint8_t)(f->minimum ? b->sc[s] | b->mn[s] << 4 : b->sc[s]);
 }
 
 static void pack_row(const ds4_packed *w, const ds4_format_info *info, const uint8_t *from, uint32_t r, uint8_t *to) {

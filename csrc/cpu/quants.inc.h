@@ -1,15 +1,16 @@
 /* Products of quantised weights. Included by kernels.inc.h; the file of an instruction set defines before, on top of decode.inc.h:
  *
  *   q_fma(a, b, c) q_f16(p)          over the VB_ROWS floats of a vq
- *   DOT_TILE, dot_tile(format)       the most tokens of a tile, and those of a format
- *   dot_block(format, body, scales, x, sum, blocks, t, isum)    the exact integer sums of a body for VB_ROWS rows and `t` tokens;
+ *   DOT_TILE                         tokens of a tile
+ *   dot_block(format, body, scales, x, sum, stride, t, isum)    the exact integer sums of a body for VB_ROWS rows and `t` tokens;
  *                                    with sub-blocks of 16 their combination by the integer scales
- *   dot_minimums(scales, sum)        Q2_K: the integer minimums of two sub-blocks times the sums of the activations */
+ *   dot_minimums(scales, sum)        Q2_K: the integer minimums of two sub-blocks times the sums of the activations
+ *   FP4_PIECES                       pieces of an MXFP4 tile of FLOAT_TILE tokens; divides PIECES */
 
 static void k_quantize(const float *x, uint32_t token, ds4_quants *out) {
   x += (uint64_t)token * out->blocks * 32;
   for (uint32_t i = 0; i < out->blocks; i++, x += 32) {
-    uint64_t at = (uint64_t)token * out->blocks + i;
+    uint64_t at = (uint64_t)token * out->stride + i;
     v16 a = v_load(x), b = v_load(x + 16);
     uint32_t top = v_top(a, b);
     float amax = top < 0x7f800000u ? ds4_float(top) : NAN;
@@ -44,14 +45,13 @@ INLINE void quant_tile(int32_t format, const ds4_packed *w, uint32_t piece, cons
   const ds4_pack pack = ds4_pack_of(f);
   const uint8_t *p = w->data + piece / PIECES * w->group_bytes;
   const uint32_t first = piece % PIECES * VB_ROWS;
-  uint64_t at = token * x->blocks, end = at + x->blocks;
+  uint64_t at = token * x->stride, end = at + x->blocks;
   vq acc[PIECES * DOT_TILE] = {0};
   vi isum[DOT_TILE];
   while (at < end) {
     const uint8_t *head = p, *scales = p + pack.scales + first;
     p += pack.head;
-    for (uint32_t i = 0; i < pack.per; i++, at++, p += pack.body, scales += 32)
-      UNROLL for (int q = 0; q < g; q++) {
+    for (uint32_t i = 0; i < pack.per; i++, at++, p += pack.body, scales += 32) UNROLL for (int q = 0; q < g; q++) {
         const uint8_t *sc = scales + q * VB_ROWS;
         vq scale = q_f16(head + 2 * (first + q * VB_ROWS)), minimum = {0};
         if (f.minimum) minimum = q_f16(head + 32 + 2 * (first + q * VB_ROWS));
@@ -60,9 +60,9 @@ INLINE void quant_tile(int32_t format, const ds4_packed *w, uint32_t piece, cons
           scale *= __builtin_convertvector(vi_bytes(sc), vq);
           minimum *= __builtin_convertvector(vi_bytes(sc + 16), vq);
         }
-        dot_block(format, p + 4 * (first + q * VB_ROWS), sc, x->q + at * 32, x->sum + 2 * at, x->blocks, t, isum);
+        dot_block(format, p + 4 * (first + q * VB_ROWS), sc, x->q + at * 32, x->sum + 2 * at, x->stride, t, isum);
         UNROLL for (int j = 0; j < t; j++) {
-          const uint64_t b = at + (uint64_t)j * x->blocks;
+          const uint64_t b = at + (uint64_t)j * x->stride;
           vq *to = &acc[q * t + j];
           *to = q_fma(scale * x->d[b], __builtin_convertvector(isum[j], vq), *to);
           if (f.minimum && f.sub == 16)
@@ -72,17 +72,15 @@ INLINE void quant_tile(int32_t format, const ds4_packed *w, uint32_t piece, cons
         }
       }
   }
-  for (int q = 0; q < g; q++)
-    for (int j = 0; j < t; j++) store_piece(w, piece + q, token + j, out, acc[q * t + j]);
+  UNROLL for (int i = 0; i < g * t; i++) store_piece(w, piece + i / t, token + i % t, out, acc[i]);
 }
 
 INLINE void quant_groups(int32_t format, const ds4_packed *w, uint32_t group, uint32_t groups, const ds4_quants *x, uint32_t n,
                          float *out) {
-  const int tile = dot_tile(format);
   for (uint32_t piece = group * PIECES; piece < (group + groups) * PIECES; piece += PIECES) {
     uint32_t token = 0;
-    for (; token + tile <= n; token += tile)
-      for (uint32_t q = 0; q < PIECES; q++) quant_tile(format, w, piece + q, 1, x, token, tile, out);
+    for (; token + DOT_TILE <= n; token += DOT_TILE)
+      for (uint32_t q = 0; q < PIECES; q++) quant_tile(format, w, piece + q, 1, x, token, DOT_TILE, out);
     for (; token < n; token++) quant_tile(format, w, piece, PIECES, x, token, 1, out);
   }
 }
@@ -117,29 +115,34 @@ INLINE vq q_e8m0(const uint8_t *p) {
 /* `g` pieces x `t` tokens: g * t independent chains over k. */
 INLINE void fp4_tile(const ds4_packed *w, uint32_t piece, const int g, const float *x, uint64_t token, const int t, float *out) {
   const ds4_pack pack = ds4_pack_of(ds4_shape_of(DS4_MXFP4));
-  vq acc[8] = {0}, scale[8];
+  vq acc[FP4_PIECES * FLOAT_TILE] = {0}, scale[4], weight[4];
+  vi v[4];
   uint64_t at = 0;
   for (uint32_t k = 0; k < w->cols; k += 32, at += pack.head + pack.body) {
-    UNROLL for (int q = 0; q < g; q++) scale[q] = q_e8m0(w->data + (piece + q) / PIECES * w->group_bytes + at + (piece + q) % PIECES * VB_ROWS);
-    UNROLL for (int j = 0; j < 8; j++)
-      UNROLL for (int q = 0; q < g; q++) {
-        const uint8_t *body = w->data + (piece + q) / PIECES * w->group_bytes + at + pack.head;
-        vi v = (vi)quant_step(DS4_MXFP4, body + (piece + q) % PIECES * VB_BYTES, j, 0);
-        UNROLL for (int c = 0; c < 4; c++) {
-          vq weight = scale[q] * __builtin_convertvector(v << (24 - 8 * c) >> 24, vq);
-          UNROLL for (int i = 0; i < t; i++)
-            acc[q * t + i] = q_fma(weight, (vq){0} + x[(token + i) * w->cols + k + 4 * j + c], acc[q * t + i]);
+    const uint8_t *p[4];
+    UNROLL for (int q = 0; q < g; q++) {
+      const uint8_t *head = w->data + (piece + q) / PIECES * w->group_bytes + at;
+      scale[q] = q_e8m0(head + (piece + q) % PIECES * VB_ROWS);
+      p[q] = head + pack.head + (piece + q) % PIECES * VB_BYTES;
+    }
+    UNROLL for (int j = 0; j < 8; j++) {
+      UNROLL for (int q = 0; q < g; q++) v[q] = (vi)quant_step(DS4_MXFP4, p[q], j, 0);
+      UNROLL for (int c = 0; c < 4; c++) {
+        UNROLL for (int q = 0; q < g; q++) weight[q] = scale[q] * __builtin_convertvector(v[q] << (24 - 8 * c) >> 24, vq);
+        UNROLL for (int i = 0; i < t; i++) {
+          vq one = (vq){0} + x[(token + i) * w->cols + k + 4 * j + c];
+          UNROLL for (int q = 0; q < g; q++) acc[q * t + i] = q_fma(weight[q], one, acc[q * t + i]);
         }
       }
+    }
   }
-  for (int q = 0; q < g; q++)
-    for (int i = 0; i < t; i++) store_piece(w, piece + q, token + i, out, acc[q * t + i]);
+  UNROLL for (int i = 0; i < g * t; i++) store_piece(w, piece + i / t, token + i % t, out, acc[i]);
 }
 
 static void fp4_groups(const ds4_packed *w, uint32_t group, uint32_t groups, const float *x, uint32_t n, float *out) {
   uint32_t first = group * PIECES, end = (group + groups) * PIECES, token = 0;
   for (; token + FLOAT_TILE <= n; token += FLOAT_TILE)
-    for (uint32_t p = first; p < end; p++) fp4_tile(w, p, 1, x, token, FLOAT_TILE, out);
+    for (uint32_t p = first; p < end; p += FP4_PIECES) fp4_tile(w, p, FP4_PIECES, x, token, FLOAT_TILE, out);
   for (; token < n; token++) {
     uint32_t p = first;
     for (; p + 4 <= end; p += 4) fp4_tile(w, p, 4, x, token, 1, out);

@@ -46,6 +46,7 @@ static inline void v_quant(v16 a, v16 b, float scale, int8_t *q, int32_t *sum) {
 
 #define UNROLL /* small code matters more here */
 #define VB_ROWS 4
+#define VI_BYTES(p) ((vi){(int8_t)(p)[0], (int8_t)(p)[1], (int8_t)(p)[2], (int8_t)(p)[3]})
 #define VB_TABLE(p) vb_load((const uint8_t *)(p))
 #define VB_LOOKUP(table, v) lookup(table, v)
 typedef uint8_t bytes __attribute__((vector_size(16)));
@@ -57,12 +58,11 @@ static inline bytes lookup(bytes table, bytes v) {
 #include "decode.inc.h"
 
 #define DOT_TILE 2
+#define FP4_PIECES 1
 #define FLOAT_TILE 4
 #define ROW_TILE 2
 #define SCORE_PIECES 1
 #define WIDE 2
-
-static inline int dot_tile(int32_t format) { return (void)format, DOT_TILE; }
 
 static vq q_fma(vq a, vq b, vq c) {
   for (int i = 0; i < VB_ROWS; i++) c[i] = fmaf(a[i], b[i], c[i]);
@@ -76,7 +76,7 @@ static inline vq q_f16(const uint8_t *p) {
 
 INLINE vi sub_scale(ds4_shape f, const uint8_t *p) { return f.minimum ? vi_bytes(p) & 15 : vi_bytes(p); }
 
-INLINE void dot_block(int32_t format, const uint8_t *body, const uint8_t *scales, const int8_t *x, const int16_t *sum, uint32_t blocks,
+INLINE void dot_block(int32_t format, const uint8_t *body, const uint8_t *scales, const int8_t *x, const int16_t *sum, uint32_t stride,
                       const int t, vi *isum) {
   const ds4_shape f = ds4_shape_of(format);
   (void)sum;
@@ -87,7 +87,7 @@ INLINE void dot_block(int32_t format, const uint8_t *body, const uint8_t *scales
     for (int k = 0; k < VB_BYTES; k++) value[k] = (int8_t)(is_wide(f) ? v[k] : v[k] - f.offset);
     vi scale = f.sub == 16 ? sub_scale(f, scales + j / 4 * 16) : (vi){0} + 1;
     for (int i = 0; i < t; i++) {
-      const int8_t *xi = x + (uint64_t)i * blocks * 32 + 4 * j;
+      const int8_t *xi = x + (uint64_t)i * stride * 32 + 4 * j;
       vi part;
       for (int r = 0; r < VB_ROWS; r++)
         part[r] = value[4 * r] * xi[0] + value[4 * r + 1] * xi[1] + value[4 * r + 2] * xi[2] + value[4 * r + 3] * xi[3];
