@@ -65,7 +65,7 @@ with engine.session() as s:
 
 
 def loading(path: Path) -> tuple[float, int, int]:
-    """Seconds to load a model in a new process; resident bytes after a prefill of 1000 tokens, and those of its rows."""
+    """Seconds to load a model in a new process; resident bytes after a prefill of 1000 tokens, and its rows."""
     command = [sys.executable, "-c", MEASURE, str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     seconds, resident, held = done.stdout.split()

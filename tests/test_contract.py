@@ -18,7 +18,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
-from oracle import BACKENDS, KV_DTYPES, TEST_BUILD, TOYS, Fresh, assert_same, feed, make_engine, settled, some_tokens
+from oracle import KV_DTYPES, TEST_BUILD, TOYS, Fresh, assert_same, feed, make_engine, settled, some_tokens
 
 import ds4
 from ds4.errors import (
@@ -655,12 +655,16 @@ def test_random_walk(toy, options):
     walk(toy, options, 10, 30, number, database=None, phases=[Phase.generate])  # shrinking would take minutes
 
 
+LONG = [
+    (toy, {"kv_dtype": kv_dtype, "threads": 1 + i % 2, "pool_tokens": (900, 16384)[(i + j) % 2]})
+    for i, toy in enumerate(TOYS)
+    for j, kv_dtype in enumerate(KV_DTYPES)
+]
+LONG += [(toy, {"kv_dtype": "f16", "backend": "ref", "pool_tokens": 900}) for toy in ("plain", "both", "gemma3")]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("toy", TOYS)
-@pytest.mark.parametrize("threads, pool_tokens", [(1, 900), (2, 16384)])
-def test_long_random_walk(toy, kv_dtype, backend, threads, pool_tokens):
-    options = {"kv_dtype": kv_dtype, "backend": backend, "threads": threads, "pool_tokens": pool_tokens}
-    walk(toy, options, examples=25 if backend == "cpu" else 5, steps=60)
+@pytest.mark.parametrize("toy, options", LONG, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())))
+def test_long_random_walk(toy, options):
+    walk(toy, options, examples=2 if options.get("backend") == "ref" else 15, steps=60)

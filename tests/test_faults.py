@@ -6,7 +6,7 @@ import gc
 
 import numpy as np
 import pytest
-from oracle import NEEDS_TEST_BUILD, TEST_BUILD, TOYS, assert_same, fresh_logits, held_rows, make_engine, settled, some_tokens
+from oracle import NEEDS_TEST_BUILD, TEST_BUILD, TOYS, assert_same, fresh_logits, make_engine, settled, some_tokens
 
 from ds4.errors import (
     ArgumentError,
@@ -438,28 +438,6 @@ def test_a_failed_device_poisons_all_sessions_of_the_round():
     for session in (a, b, c):
         assert_same(session, BASE)
     engine.close()
-
-
-# ---- K8 ------------------------------------------------------------------------------------------------------------------------------
-
-
-@every_toy
-@pytest.mark.parametrize("kv_dtype", ["f32", "f16", "q8_0"])
-def test_unwritten_rows_are_never_read(engine_of, toy, kv_dtype):
-    """I1, I3: pages come from the pool full of NaN in this build, and everything behind a cut becomes NaN; every length, also in pages used before."""
-    engine = engine_of(toy=toy, kv_dtype=kv_dtype, pool_tokens=700, reach_slack=16)
-    tokens = some_tokens(140)
-    with engine.session() as session:
-        wanted = session.eval(tokens, logits="all")
-    assert np.isfinite(wanted).all()
-    with engine.session() as session:
-        for n in range(1, 140):
-            session.truncate(session.nearest_exact(max(0, session.pos - 2)))
-            session.eval(tokens[session.pos : n])
-            assert session.logits.tobytes() == wanted[n - 1].tobytes()
-        rows = [held_rows(session, i) for i in range(len(engine.streams))]
-    if kv_dtype == "f32":
-        assert all(np.isfinite(np.frombuffer(row, np.float32)).all() for stream in rows for row in stream.values())
 
 
 def test_errors_have_one_base():
