@@ -52,6 +52,27 @@ def test_every_split(engine_of, toy):
     assert np.concatenate(steps).tobytes() == wanted.tobytes()
 
 
+def test_score_is_the_log_softmax(engine_of):
+    """Of each token given all before it, from the same logits; chunks change no bit; an empty session's first token has nothing before it."""
+    engine, tokens = engine_of(toy="both"), some_tokens(130)
+    with engine.session() as session:
+        logits = session.eval(tokens, logits="all").astype(np.float64)
+    logits -= logits.max(axis=1, keepdims=True)
+    wanted = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    wanted = wanted[np.arange(129), tokens[1:]]
+    scores = {}
+    for chunk in (1, 7, 64, 512):
+        for first in (0, 1, 64):
+            with engine.session() as session:
+                session.eval(tokens[:first], logits=None)
+                scores[chunk, first] = session.score(tokens[first:], chunk=chunk)
+                assert_same(session, tokens)
+    for (chunk, first), score in scores.items():
+        assert score.dtype == np.float32 and score.tobytes()[4:] == scores[1, first].tobytes()[4:], f"chunk {chunk}"
+        assert np.abs(score[1 if first == 0 else 0 :] - wanted[max(0, first - 1) :]).max() < 2e-6
+        assert first or score[0] == 0
+
+
 def test_the_same_request_three_times(engine_of):
     """D4: neither the first answer nor a later one differs."""
     engine, tokens = engine_of(), some_tokens(100)

@@ -209,11 +209,11 @@ def test_leftover_tensors_are_refused():
 
 
 def test_formats_that_are_not_computed_with_are_named():
-    def q4_k(model):
-        make.with_more("blk.0.ffn_up.weight", [256], 12)(model)
+    def iq2_xxs(model):
+        make.with_more("blk.0.ffn_up.weight", [256], 16)(model)
 
-    with pytest.raises(UnsupportedError, match="'blk.0.ffn_up.weight' is stored as Q4_K"):
-        model_spec(gguf_model(q4_k))
+    with pytest.raises(UnsupportedError, match="'blk.0.ffn_up.weight' is stored as IQ2_XXS"):
+        model_spec(gguf_model(iq2_xxs))
     header = {"model.embed_tokens.weight": {"dtype": "F8_E4M3", "shape": [4, 2], "data_offsets": [0, 8]}}
     with pytest.raises(UnsupportedError, match="'model.embed_tokens.weight' is stored as F8_E4M3"):
         model_spec(hf(make.container(header, bytes(8))))

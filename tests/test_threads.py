@@ -143,6 +143,30 @@ def test_short_calls_get_their_turn_while_a_long_one_works(engine_of, backend):
     assert_same(long, some_tokens(4000)[: long.pos])
 
 
+def test_calls_are_served_in_order_of_arrival(engine_of):
+    """Those that came while a chunk was computed go before its session's next chunk, first come, first served. (Each takes long
+    enough for its callback to come before the next one's.)"""
+    engine, order = engine_of(backend="ref"), []
+    sessions = [engine.session() for _ in range(5)]
+
+    def note(name):
+        return lambda done, total: order.append((name, done, total))
+
+    calls = [Call(lambda progress: sessions[0].eval(some_tokens(1400), chunk=700, progress=note(0)), hold=False)]
+    while sessions[0].state != "BUSY":
+        time.sleep(0.001)
+    for i in range(1, 5):
+        calls.append(Call(lambda progress, i=i: sessions[i].eval(TOKENS, progress=note(i)), hold=False))
+        while sessions[i].state != "BUSY" and calls[i].is_alive():
+            time.sleep(0.001)
+    for call in calls:
+        assert call.end() is None
+    for i in range(5):
+        done = [d for name, d, _ in order if name == i]
+        assert done == sorted(done), f"the progress of call {i} goes back"
+    assert list(dict.fromkeys(name for name, done, total in order if done == total)) == [1, 2, 3, 4, 0]
+
+
 def test_many_threads_on_many_sessions(engine_of):
     """Each thread walks its own session; pages, forks and batches cross in the engine."""
     engine = engine_of(toy="both", threads=2, reach_slack=16)
