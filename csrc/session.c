@@ -323,6 +323,7 @@ static int round_run(call *c, ds4_error *err) {
     else
       round_abandon(c, status);
   }
+  c->round_tokens = 0; /* what is done of a round is in c->done now, or lost */
   ds4_float_mode_restore(mode);
   turn_end(e);
   return call_failed(status, err);

@@ -25,17 +25,23 @@ def reference(name: str) -> dict[str, np.ndarray]:
     return dict(np.load(DATA / "real" / f"{name}.npz"))
 
 
-def divergence(engine: ds4.Engine, name: str) -> tuple[float, float]:
-    """Mean KL(reference || engine) over the 20 best tokens, and how often the best token is the same."""
-    data, kl, same = reference(name), [], []
+def divergence(engine: ds4.Engine, name: str) -> tuple[float, float, float]:
+    """Mean KL(reference || engine) over the 20 best tokens: the sum of their terms, and as distributions over these
+    20; and how often the best token is the same."""
+    data, kl, among, same = reference(name), [], [], []
     for text in TEXTS:
         ids, best, theirs = data[f"{text}.ids"], data[f"{text}.top_ids"].astype(int), data[f"{text}.top_lp"]
+        theirs = theirs.astype(np.float64)
         with engine.session() as s:
             pieces = [ids[i : i + 64] for i in range(0, len(ids), 64)]
             ours = np.concatenate([log_softmax(s.eval(piece, logits="all")) for piece in pieces])
-        kl.append((np.exp(theirs.astype(np.float64)) * (theirs - np.take_along_axis(ours, best, -1))).sum(-1))
+        picked = np.take_along_axis(ours, best, -1)
+        kl.append((np.exp(theirs) * (theirs - picked)).sum(-1))
+        p, q = log_softmax(theirs), log_softmax(picked)
+        among.append((np.exp(p) * (p - q)).sum(-1))
         same.append(ours.argmax(-1) == best[:, 0])
-    return float(np.concatenate(kl).mean()), float(np.concatenate(same).mean())
+    mean = [float(np.concatenate(values).mean()) for values in (kl, among, same)]
+    return mean[0], mean[1], mean[2]
 
 
 def behind_greedy(engine: ds4.Engine, name: str) -> dict[str, np.ndarray]:

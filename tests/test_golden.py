@@ -59,11 +59,16 @@ def test_hashes_notice_one_bit(engine_of) -> None:
 
 
 def write() -> None:
-    golden: dict[str, object] = {}
+    old, golden = json.loads(GOLDEN.read_text(encoding="utf-8")), {}
     for case in CASES:
         with make_engine(case[0], case[1], kv_dtype=case[2]) as engine:
             golden["numerics"] = engine.numerics
             golden[case_name(*case)] = hashes(engine)
+    changed = [name for name, value in golden.items() if name in old and old[name] != value]
+    if changed and golden["numerics"] == old["numerics"]:
+        sys.exit(
+            f"bits have changed in {changed[0]}: raise DS4_NUMERICS in csrc/internal.h first, build, and write again"
+        )
     GOLDEN.write_text(json.dumps(golden, indent=1) + "\n", encoding="utf-8")
 
 

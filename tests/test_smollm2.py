@@ -30,9 +30,9 @@ def tokens(engine: ds4.Engine) -> list[int]:
 
 
 def test_divergence_from_the_reference(engine: ds4.Engine) -> None:
-    kl, same = divergence(engine, "smollm2_q4_1")
-    print(f"\nmean KL {kl:.5f} (llama.cpp {KL_OF_LLAMA_CPP}), best token agrees {same:.3f}")
-    assert kl <= KL_OF_LLAMA_CPP * 1.03
+    kl, among, same = divergence(engine, "smollm2_q4_1")
+    print(f"\nmean KL {kl:.5f}, among the 20 {among:.5f} (llama.cpp {KL_OF_LLAMA_CPP}), best token agrees {same:.3f}")
+    assert max(kl, among) <= KL_OF_LLAMA_CPP * 1.03
     assert same >= 0.97
 
 

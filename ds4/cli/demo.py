@@ -64,7 +64,7 @@ def _chat(engine: Engine, out: Output) -> None:
     from ds4.cli.talk import talk
     from ds4.sampling import Sampling
 
-    with Chat(engine, ctx=1024, system=SYSTEM, sampling=Sampling(), max_tokens=96) as chat:
+    with Chat(engine, ctx=1024, system=SYSTEM, sampling=Sampling(), max_tokens=200) as chat:
         out.line(f"> {QUESTION}", style="bold")
         if talk(out, chat.send(QUESTION), chat.session.cancel) is None:
             raise KeyboardInterrupt
