@@ -1,4 +1,4 @@
-"""What opening a model costs, step by step: `python benchmarks/loading.py [MODEL ...]` (default: those that are pulled).
+"""What opening a model costs by step: `python benchmarks/loading.py [MODEL ...]` (default: all that are pulled).
 
 Each model in a process of its own, best of three; resident memory after a prefill of 1000 tokens.
 """

@@ -28,7 +28,9 @@ BACKENDS = ("ref", "cpu")
 KV_DTYPES = ("f32", "f16", "q8_0")
 PAGE = 64
 TEST_BUILD = bool(lib.ds4_test_build())
-NEEDS_TEST_BUILD = "needs the test build of the core: DS4_BUILD_TEST=1 python setup.py build_ext --inplace, then DS4_CORE=test"
+NEEDS_TEST_BUILD = (
+    "needs the test build of the core: DS4_BUILD_TEST=1 python setup.py build_ext --inplace, then DS4_CORE=test"
+)
 
 
 def some_tokens(n: int, seed: int = 0) -> list[int]:
@@ -82,7 +84,9 @@ def held_rows(session: ds4.Session, index: int) -> dict[int, bytes]:
         try:
             data = np.frombuffer(session.rows(index, first, n), np.uint8).reshape(stream.n_layers, n, size)
         except InexactError:
-            assert stream.reach is not None, f"stream {stream.name} is unlimited, but page {first // stream.page_rows} is gone"
+            assert stream.reach is not None, (
+                f"stream {stream.name} is unlimited, but page {first // stream.page_rows} is gone"
+            )
             continue
         rows |= {first + i: data[:, i].tobytes() for i in range(n)}
     first, end = needed_rows(stream, session.pos)
@@ -126,14 +130,18 @@ def assert_same(session: ds4.Session, tokens: list[int], fresh: Fresh | None = N
     for index, stream in enumerate(session.engine.streams):
         held = held_rows(session, index)
         different = [row for row, data in held.items() if row in fresh.rows[index] and data != fresh.rows[index][row]]
-        assert not different, f"stream {stream.name}: rows {different[:5]} of {len(held)} differ at position {len(tokens)}"
+        assert not different, (
+            f"stream {stream.name}: rows {different[:5]} of {len(held)} differ at position {len(tokens)}"
+        )
     if session.logits_valid:
         assert session.logits.tobytes() == fresh.logits, f"the logits differ at position {len(tokens)}"
     try:
         with session.fork() as child:
             if tokens:
                 child.refresh()
-                assert child.logits.tobytes() == fresh.logits, f"the last token's logits differ at position {len(tokens)}"
+                assert child.logits.tobytes() == fresh.logits, (
+                    f"the last token's logits differ at position {len(tokens)}"
+                )
             if child.pos < child.ctx:
                 child.eval([tokens[0] if tokens else 3])
                 assert child.logits.tobytes() == fresh.next_logits, f"the next logits differ at position {len(tokens)}"

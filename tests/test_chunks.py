@@ -34,7 +34,9 @@ def test_bits_do_not_depend_on_chunks_or_threads(engine_of, toy, kv_dtype, threa
                 assert session.eval(tokens, logits="all", chunk=chunk).tobytes() == wanted, f"chunk {chunk}"
                 for i, held in enumerate(rows):
                     other = held_rows(session, i)
-                    assert all(other[row] == held[row] for row in held.keys() & other.keys()), f"chunk {chunk}, stream {i}"
+                    assert all(other[row] == held[row] for row in held.keys() & other.keys()), (
+                        f"chunk {chunk}, stream {i}"
+                    )
 
 
 @every_toy
@@ -94,8 +96,12 @@ def test_batch_mates_change_nothing(engine_of, toy, chunk):
     texts = [some_tokens(n + 30, seed) for seed, n in enumerate(lengths)]
     engine.eval_batch([(s, text[:n]) for s, text, n in zip(sessions, texts, lengths, strict=True)], chunk=chunk)
     for step in range(10):
-        engine.eval_batch([(s, [text[n + step]]) for s, text, n in zip(sessions, texts, lengths, strict=True)], chunk=chunk)
-    engine.eval_batch([(s, text[n + 10 :]) for s, text, n in zip(sessions[::2], texts[::2], lengths[::2], strict=True)], chunk=chunk)
+        engine.eval_batch(
+            [(s, [text[n + step]]) for s, text, n in zip(sessions, texts, lengths, strict=True)], chunk=chunk
+        )
+    engine.eval_batch(
+        [(s, text[n + 10 :]) for s, text, n in zip(sessions[::2], texts[::2], lengths[::2], strict=True)], chunk=chunk
+    )
     for i, (session, text, n) in enumerate(zip(sessions, texts, lengths, strict=True)):
         assert_same(session, text if i % 2 == 0 else text[: n + 10])
 
@@ -144,7 +150,21 @@ def test_positions_outside_are_refused_with_both_numbers(engine_of, n, call):
     with engine_of(toy="both").session() as session:
         session.eval(some_tokens(n))
         before = dump(session)
-        for pos in (n + 1, -1, -n, -(2**31), 2**31 - 1, 2**31, 2**32, 2**32 + n, 2**63 - 1, 2**63, -(2**63), 2**80, -(2**80)):
+        for pos in (
+            n + 1,
+            -1,
+            -n,
+            -(2**31),
+            2**31 - 1,
+            2**31,
+            2**32,
+            2**32 + n,
+            2**63 - 1,
+            2**63,
+            -(2**63),
+            2**80,
+            -(2**80),
+        ):
             with pytest.raises(PositionError) as caught:
                 getattr(session, call)(pos)
             assert caught.value.held == n and (caught.value.wanted == pos or abs(pos) > 2**62)
@@ -155,7 +175,9 @@ def test_positions_outside_are_refused_with_both_numbers(engine_of, n, call):
         assert dump(session) == before
 
 
-@pytest.mark.parametrize("toy, kv_dtype", [*((toy, "f16") for toy in TOYS), ("both", "f32"), ("both", "q8_0"), ("plain", "q8_0")])
+@pytest.mark.parametrize(
+    "toy, kv_dtype", [*((toy, "f16") for toy in TOYS), ("both", "f32"), ("both", "q8_0"), ("plain", "q8_0")]
+)
 def test_seven_forward_five_back(engine_of, toy, kv_dtype):
     """A thousand times, so that every place in a page, a group and a window is cut at."""
     engine, rng, tokens = engine_of(toy=toy, kv_dtype=kv_dtype), np.random.default_rng(3), []
@@ -478,7 +500,9 @@ def test_automatic_marks_are_set_thinned_and_bounded(engine_of, toy):
         exact = [n for n in range(0, 4001, 64) if session.nearest_exact(min(n, session.pos)) == n]
         gaps = [b - a for a, b in zip(exact, exact[1:], strict=False)]
         assert 6 <= session.auto_marks <= 30, "about the logarithm of the position"
-        assert all(a + 64 >= b for a, b in zip(gaps, gaps[1:], strict=False)), f"older marks lie closer together: {exact}"
+        assert all(a + 64 >= b for a, b in zip(gaps, gaps[1:], strict=False)), (
+            f"older marks lie closer together: {exact}"
+        )
         session.truncate(session.nearest_exact(2000))
         assert session.pos >= 1000
         assert_same(session, tokens[: session.pos])
@@ -494,5 +518,7 @@ def test_a_pinned_mark_goes_last(engine_of):
             session.eval(tokens[n : n + 100])
         assert session.nearest_exact(100) == 100
         result = session.sync([*tokens[:150], 1])
-        assert 100 <= result.reused < 108 and result.reused + result.evaluated == 151  # pages are whole: some more positions are exact
+        assert (
+            100 <= result.reused < 108 and result.reused + result.evaluated == 151
+        )  # pages are whole: some more positions are exact
         assert_same(session, [*tokens[:150], 1])

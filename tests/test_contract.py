@@ -17,7 +17,14 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from oracle import KV_DTYPES, TEST_BUILD, TOYS, Fresh, assert_same, feed, make_engine, settled, some_tokens
 
 import ds4
@@ -144,7 +151,9 @@ class Walk(RuleBasedStateMachine):
                 line.logits = n == len(tokens)
         if isinstance(error, PoolFull):
             assert not any(done) and error.needed > error.free >= 0 and "report" not in str(error)
-            assert len(parts) > 1 or chunk and chunk > 512 or before[0] + len(parts[0][1]) > reserved[0], "the reserve was not there"
+            assert len(parts) > 1 or chunk and chunk > 512 or before[0] + len(parts[0][1]) > reserved[0], (
+                "the reserve was not there"
+            )
         if isinstance(error, ContextFull):
             assert not any(done) and error.wanted > error.ctx
         if error is not None and not isinstance(error, Boom):
@@ -156,7 +165,9 @@ class Walk(RuleBasedStateMachine):
         if not (line := self.line(pick)):
             return
         tokens, out = some_tokens(n, seed), []
-        error = self.appended([(line, tokens)], lambda: out.append(line.session.eval(tokens, logits=want, chunk=chunk)), chunk)
+        error = self.appended(
+            [(line, tokens)], lambda: out.append(line.session.eval(tokens, logits=want, chunk=chunk)), chunk
+        )
         if error is None:
             line.logits = want is not None
             if want == "all":
@@ -176,7 +187,11 @@ class Walk(RuleBasedStateMachine):
             return
         tokens, out = some_tokens(n, seed), []
         if self.appended([(line, tokens)], lambda: out.append(line.session.score(tokens, chunk=chunk)), chunk) is None:
-            logits = np.frombuffer(self.fresh(line.tokens[:-1]).logits, np.float32).astype(np.float64) if line.pos > 1 else None
+            logits = (
+                np.frombuffer(self.fresh(line.tokens[:-1]).logits, np.float32).astype(np.float64)
+                if line.pos > 1
+                else None
+            )
             if logits is not None:
                 wanted = logits[tokens[-1]] - logits.max() - np.log(np.exp(logits - logits.max()).sum())
                 assert abs(out[0][-1] - wanted) < 1e-4
@@ -239,7 +254,16 @@ class Walk(RuleBasedStateMachine):
         line.poisoned, line.logits = True, False
         assert line.session.state == "POISONED" and line.pos >= pos
         s = line.session
-        for call in (lambda: s.eval([1]), lambda: s.truncate(0), s.fork, s.mark, s.refresh, lambda: s.reserve(1), lambda: s.score([1]), s.mark_auto):
+        for call in (
+            lambda: s.eval([1]),
+            lambda: s.truncate(0),
+            s.fork,
+            s.mark,
+            s.refresh,
+            lambda: s.reserve(1),
+            lambda: s.score([1]),
+            s.mark_auto,
+        ):
             with pytest.raises(Poisoned):
                 call()
         for m in self.marks:
@@ -247,7 +271,9 @@ class Walk(RuleBasedStateMachine):
                 with pytest.raises(Poisoned):
                     s.rollback(m.mark)
 
-    @rule(pick=PICK, n=st.integers(20, 150), seed=SEEDS, at=st.integers(0, 150), how=st.sampled_from(["cancel", "raise"]))
+    @rule(
+        pick=PICK, n=st.integers(20, 150), seed=SEEDS, at=st.integers(0, 150), how=st.sampled_from(["cancel", "raise"])
+    )
     def cancelled_eval(self, pick, n, seed, at, how):
         line = self.line(pick)
         if not line:
@@ -269,7 +295,15 @@ class Walk(RuleBasedStateMachine):
 
     # ---- sync ------------------------------------------------------------------------------------------------------------
 
-    @rule(pick=PICK, keep=st.one_of(st.integers(0, 400), st.integers(-30, -1)), n=st.integers(0, 70), seed=SEEDS, chunk=CHUNKS, fault=st.one_of(st.just(0), st.just(0), WHERE), kind=KINDS)
+    @rule(
+        pick=PICK,
+        keep=st.one_of(st.integers(0, 400), st.integers(-30, -1)),
+        n=st.integers(0, 70),
+        seed=SEEDS,
+        chunk=CHUNKS,
+        fault=st.one_of(st.just(0), st.just(0), WHERE),
+        kind=KINDS,
+    )
     def sync(self, pick, keep, n, seed, chunk, fault, kind):
         """Keeps `keep` tokens (from the end when negative) of what the session holds."""
         line = self.line(pick)
@@ -287,7 +321,9 @@ class Walk(RuleBasedStateMachine):
             self.synced(line, list(self.lines[other % len(self.lines)].tokens), chunk)
 
     def synced(self, line, wanted, chunk, fault=0, kind="kernel"):
-        k = next((i for i, (a, b) in enumerate(zip(line.tokens, wanted, strict=False)) if a != b), min(line.pos, len(wanted)))
+        k = next(
+            (i for i, (a, b) in enumerate(zip(line.tokens, wanted, strict=False)) if a != b), min(line.pos, len(wanted))
+        )
         start = line.session.nearest_exact(k)
         ready = line.logits and k == line.pos == len(wanted)
         again = start == len(wanted) > 0 and not ready
@@ -380,7 +416,11 @@ class Walk(RuleBasedStateMachine):
                 with pytest.raises(PositionError):
                     call(out if out < 0 else line.pos + out)
 
-    @rule(pick=PICK, at=st.one_of(st.none(), st.integers(-80, 0), st.integers(1, 300)), k=st.one_of(st.just(0), st.integers(1, 12)))
+    @rule(
+        pick=PICK,
+        at=st.one_of(st.none(), st.integers(-80, 0), st.integers(1, 300)),
+        k=st.one_of(st.just(0), st.integers(1, 12)),
+    )
     def fork(self, pick, at, k):
         line = self.line(pick)
         if not line or len(self.lines) > 5:
@@ -515,7 +555,12 @@ class Walk(RuleBasedStateMachine):
         line.session.close()
         self.kill_marks(line, -1)
 
-    @rule(pick=PICK, ctx=st.sampled_from([None, 200]), kind=st.sampled_from(["", "", "write", "alloc"]), k=st.integers(1, 12))
+    @rule(
+        pick=PICK,
+        ctx=st.sampled_from([None, 200]),
+        kind=st.sampled_from(["", "", "write", "alloc"]),
+        k=st.integers(1, 12),
+    )
     def save_and_load(self, pick, ctx, kind, k):
         line = self.line(pick)
         if not line or len(self.lines) > 5:
@@ -588,7 +633,7 @@ class Walk(RuleBasedStateMachine):
             for line in [] if failed else self.lines:
                 if not line.poisoned:
                     assert_same(line.session, line.tokens, self.fresh(line.tokens))
-            assert all([array.tobytes() == data for array, data in self.arrays])
+            assert all(array.tobytes() == data for array, data in self.arrays)
             for m in [] if failed else self.marks:
                 if m.alive and m.line in self.lines and not m.line.poisoned:
                     m.line.session.rollback(m.mark)
@@ -635,7 +680,10 @@ def walk(toy, options, examples, steps, number=None, **more):
     machine = machine if number is None else hypothesis.seed(number)(machine)
     checks = list(HealthCheck)
     run_state_machine_as_test(
-        machine, settings=settings(max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=checks, **more)
+        machine,
+        settings=settings(
+            max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=checks, **more
+        ),
     )
 
 
@@ -654,7 +702,9 @@ QUICK = [
 ]
 
 
-@pytest.mark.parametrize("toy, options", QUICK, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())))
+@pytest.mark.parametrize(
+    "toy, options", QUICK, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values()))
+)
 def test_random_walk(toy, options):
     number = QUICK.index((toy, options))
     walk(toy, options, 10, 30, number, database=None, phases=[Phase.generate])  # shrinking would take minutes
@@ -670,6 +720,8 @@ LONG += [(toy, {"kv_dtype": "f16", "backend": "ref", "pool_tokens": 900}) for to
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("toy, options", LONG, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values())))
+@pytest.mark.parametrize(
+    "toy, options", LONG, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values()))
+)
 def test_long_random_walk(toy, options):
     walk(toy, options, examples=2 if options.get("backend") == "ref" else 15, steps=60)

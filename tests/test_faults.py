@@ -65,7 +65,11 @@ LOGITS = [  # what is done to a session of 100 tokens with valid logits, and whe
     ("reserve", lambda s: s.reserve(10), True),
     ("batch", lambda s: s.engine.eval_batch([(s, [1])]), True),
     ("cancelled before the first chunk", lambda s: (s.cancel(), s.eval([])), True),
-    ("cancelled after a chunk", lambda s: interrupted(s, lambda s: s.eval(MORE, chunk=5, progress=cancel_at(s, 5))), False),
+    (
+        "cancelled after a chunk",
+        lambda s: interrupted(s, lambda s: s.eval(MORE, chunk=5, progress=cancel_at(s, 5))),
+        False,
+    ),
     ("cancelled at the end", lambda s: s.eval(MORE, chunk=5, progress=cancel_at(s, 30)), True),
 ]
 
@@ -97,7 +101,9 @@ def test_forks_share_logits_where_the_session_stands(engine_of):
         assert (here.logits_valid, also_here.logits_valid, before.logits_valid) == (True, True, False)
         logits = session.logits
         session.close()
-        assert here.logits.tobytes() == also_here.logits.tobytes() == logits.tobytes() == fresh_logits(here.engine, BASE)
+        assert (
+            here.logits.tobytes() == also_here.logits.tobytes() == logits.tobytes() == fresh_logits(here.engine, BASE)
+        )
 
 
 def test_logits_outlive_session_and_engine():
@@ -125,7 +131,21 @@ def test_an_empty_session_has_no_logits(engine_of):
 # ---- K6: refused before anything ------------------------------------------------------------------------------------------------
 
 
-BAD_TOKENS = [[512], [-1], [1, 2, 2**31], [2**40], [1.5], ["a"], [[1, 2]], [None], "abc", 5, np.array([1.0]), np.array([[1]]), [1, -(2**63)]]
+BAD_TOKENS = [
+    [512],
+    [-1],
+    [1, 2, 2**31],
+    [2**40],
+    [1.5],
+    ["a"],
+    [[1, 2]],
+    [None],
+    "abc",
+    5,
+    np.array([1.0]),
+    np.array([[1]]),
+    [1, -(2**63)],
+]
 
 
 @pytest.mark.parametrize("tokens", BAD_TOKENS, ids=str)
@@ -149,7 +169,15 @@ def test_bad_tokens_change_nothing(engine_of, tokens):
 
 def test_every_kind_of_token_list(engine_of):
     with engine_of().session() as session:
-        for tokens in (MORE, tuple(MORE), iter(MORE), np.array(MORE), np.array(MORE, np.uint16), np.array(MORE * 2)[::2], (t for t in MORE)):
+        for tokens in (
+            MORE,
+            tuple(MORE),
+            iter(MORE),
+            np.array(MORE),
+            np.array(MORE, np.uint16),
+            np.array(MORE * 2)[::2],
+            (t for t in MORE),
+        ):
             session.clear()
             session.eval(tokens)
             assert session.pos == 30
@@ -189,7 +217,12 @@ def test_context_is_a_bound(engine_of):
                 session.eval(some_tokens(n))
                 assert_same(session, some_tokens(n))
                 session.clear()
-            for call in (session.eval, session.score, session.sync, lambda tokens: engine.eval_batch([(session, tokens)])):
+            for call in (
+                session.eval,
+                session.score,
+                session.sync,
+                lambda tokens: engine.eval_batch([(session, tokens)]),
+            ):
                 with pytest.raises(ContextFull) as caught:
                     call(some_tokens(101))
                 assert (caught.value.wanted, caught.value.ctx, session.pos) == (101, 100, 0)
@@ -244,7 +277,10 @@ def test_what_a_callback_raises_comes_out(engine_of, error):
             raise error("stop")
 
     with engine.session() as session, engine.session() as other:
-        for call in (lambda: session.eval(MORE, chunk=10, progress=fail), lambda: session.sync(MORE, chunk=10, progress=fail)):
+        for call in (
+            lambda: session.eval(MORE, chunk=10, progress=fail),
+            lambda: session.sync(MORE, chunk=10, progress=fail),
+        ):
             session.clear()
             with pytest.raises(error, match="stop"):
                 call()
@@ -265,7 +301,9 @@ def test_progress_tells_the_truth(engine_of):
         session.sync(BASE[:40] + MORE, progress=lambda done, total: seen.append((done, total)))
         assert seen[-1] == (30, 30)
         seen.clear()
-        session.engine.eval_batch([(session, MORE), (other, BASE)], chunk=64, progress=lambda done, total: seen.append((done, total)))
+        session.engine.eval_batch(
+            [(session, MORE), (other, BASE)], chunk=64, progress=lambda done, total: seen.append((done, total))
+        )
         assert seen[-1] == (130, 130) and seen == sorted(seen)
 
 
@@ -402,7 +440,11 @@ def test_a_failed_refresh_keeps_the_last_token(toy, slack):
         for k in (1, 8, 12, 20, 40):
             with engine.session() as session:
                 session.eval(tokens[:n], logits=None, chunk=1)
-                for kind, again in (("kernel", session.refresh), ("kernel", lambda: session.sync(tokens[:n])), ("kernel", lambda: session.score([1]))):
+                for kind, again in (
+                    ("kernel", session.refresh),
+                    ("kernel", lambda n=n: session.sync(tokens[:n])),
+                    ("kernel", lambda: session.score([1])),
+                ):
                     engine.fault(kind, k)
                     with pytest.raises(ComputeError) as caught:
                         again()
@@ -426,7 +468,14 @@ def test_a_failed_device_poisons_all_sessions_of_the_round():
         engine.eval_batch([(a, [1]), (b, [2])])
     assert (a.state, b.state, c.state) == ("POISONED", "POISONED", "LIVE")
     for session in (a, b):
-        for call in (session.fork, session.mark, session.refresh, session.mark_auto, lambda s=session: s.truncate(5), lambda s=session: s.eval([1])):
+        for call in (
+            session.fork,
+            session.mark,
+            session.refresh,
+            session.mark_auto,
+            lambda s=session: s.truncate(5),
+            lambda s=session: s.eval([1]),
+        ):
             with pytest.raises(Poisoned):
                 call()
     with pytest.raises(Poisoned):
@@ -442,5 +491,15 @@ def test_a_failed_device_poisons_all_sessions_of_the_round():
 
 def test_errors_have_one_base():
     assert issubclass(Boom, Exception) and all(
-        issubclass(error, Ds4Error) for error in (ArgumentError, Cancelled, ComputeError, ContextFull, NoLogits, Poisoned, PoolFull, SystemResourceError)
+        issubclass(error, Ds4Error)
+        for error in (
+            ArgumentError,
+            Cancelled,
+            ComputeError,
+            ContextFull,
+            NoLogits,
+            Poisoned,
+            PoolFull,
+            SystemResourceError,
+        )
     )

@@ -38,7 +38,9 @@ def world(request, folder):
         pytest.skip(NEEDS_TEST_BUILD)
     with ds4.Engine(folder, test_options=TOYS[request.param], threads=2, pool_tokens=60000, reach_slack=16) as engine:
         with engine.session() as session:
-            logits = np.concatenate([session.eval(TEXT[n : n + 500], logits="all", chunk=500) for n in range(0, N, 500)])
+            logits = np.concatenate(
+                [session.eval(TEXT[n : n + 500], logits="all", chunk=500) for n in range(0, N, 500)]
+            )
             rows = [held_rows(session, i) for i in range(len(engine.streams))]
         start = settled(engine.ledger())
         yield engine, logits, rows
@@ -145,7 +147,7 @@ def test_no_memory_for_a_table(world):
         for pos in (4440, 4445):
             for k in range(1, 12):
                 with parent.fork() as child, child.fork() as other:
-                    for call in (lambda c=child: c.truncate(pos), lambda c=child: c.fork(pos).close()):
+                    for call in (lambda c=child, p=pos: c.truncate(p), lambda c=child, p=pos: c.fork(p).close()):
                         before = child.pos
                         engine.fault("alloc", k)
                         try:

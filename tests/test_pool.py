@@ -151,7 +151,12 @@ def test_copy_on_write_needs_a_page():
     session.eval(tokens)
     child = session.fork()
     for side in (session, child):
-        for call in (lambda s: s.eval([1]), lambda s: s.sync([*tokens, 1]), lambda s: s.sync([*tokens[:90], 1]), lambda s: s.score([1])):
+        for call in (
+            lambda s: s.eval([1]),
+            lambda s: s.sync([*tokens, 1]),
+            lambda s: s.sync([*tokens[:90], 1]),
+            lambda s: s.score([1]),
+        ):
             with pytest.raises(PoolFull) as caught:
                 call(side)
             assert (caught.value.needed, caught.value.free) == (page, 0)
@@ -266,7 +271,10 @@ def test_pool_tokens_is_room_for_that_many(toy, kv_dtype):
         engine.close()
 
 
-@pytest.mark.parametrize("options", [{"pool_tokens": -1}, {"pool_tokens": 0}, {"pool_tokens": 2**40}, {"pool_bytes": -1}, {"pool_bytes": 2**62}])
+@pytest.mark.parametrize(
+    "options",
+    [{"pool_tokens": -1}, {"pool_tokens": 0}, {"pool_tokens": 2**40}, {"pool_bytes": -1}, {"pool_bytes": 2**62}],
+)
 def test_impossible_pools_are_refused(options):
     with pytest.raises(ArgumentError):
         make_engine(**options)
@@ -312,7 +320,11 @@ STEPS = {
 @pytest.mark.parametrize(
     "toy, steps, between",
     [(toy, steps, "mark") for toy in ("plain", "both") for steps in STEPS]
-    + [(toy, "seventy", between) for toy in ("window", "wide") for between in ("nothing", "truncate", "rollback", "refresh")],
+    + [
+        (toy, "seventy", between)
+        for toy in ("window", "wide")
+        for between in ("nothing", "truncate", "rollback", "refresh")
+    ],
 )
 def test_a_reserve_holds_in_a_full_pool(toy, steps, between):
     """The summary of a compaction must always fit: other sessions take all the rest, and still every reserved token can be appended. Automatic marks

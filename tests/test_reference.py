@@ -62,7 +62,9 @@ def test_smaller_rows_cost_little(engine_of, model):
     assert 8 < error["q8_0"] / error["f16"] < 32
 
 
-@pytest.mark.parametrize("model, toy", [("llama", toy) for toy in TOYS if toy not in OTHERS] + [(model, "plain") for model in MODELS[1:]])
+@pytest.mark.parametrize(
+    "model, toy", [("llama", toy) for toy in TOYS if toy not in OTHERS] + [(model, "plain") for model in MODELS[1:]]
+)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_ref_and_cpu_are_equal_bit_for_bit(engine_of, model, toy, kv_dtype):
     tokens, results = some_tokens(120), []
@@ -84,6 +86,10 @@ def test_the_toy_streams_change_the_result(engine_of):
         with engine_of(toy=toy).session() as session:
             logits[toy] = session.eval(tokens, logits="all")
     plain = logits["plain"]
-    for toy, first in (("window", 24), ("wide", 100), ("both", 3)):  # the first position that something is hidden from, or that sees a group
+    for toy, first in (
+        ("window", 24),
+        ("wide", 100),
+        ("both", 3),
+    ):  # the first position that something is hidden from, or that sees a group
         assert logits[toy][:first].tobytes() == plain[:first].tobytes()
         assert (logits[toy][first:] != plain[first:]).any(axis=1).all()

@@ -14,7 +14,7 @@ import pytest
 from oracle import DATA, assert_same, fresh_logits, make_engine, settled, some_tokens
 
 import ds4
-from ds4.errors import Busy, Cancelled, Ds4Error, ForkedError
+from ds4.errors import Busy, Cancelled, Ds4Error
 
 TOKENS = some_tokens(200)
 LONG = 60.0  # seconds after which something hangs
@@ -243,7 +243,9 @@ def test_cancel_from_another_thread(engine_of, what):
         "eval": lambda progress: session.eval(TOKENS, chunk=10, progress=progress),
         "sync": lambda progress: session.sync(TOKENS, chunk=10, progress=progress),
         "score": lambda progress: session.score(TOKENS, chunk=10, progress=progress),
-        "eval_batch": lambda progress: engine.eval_batch([(session, TOKENS), (other, [1])], chunk=10, progress=progress),
+        "eval_batch": lambda progress: engine.eval_batch(
+            [(session, TOKENS), (other, [1])], chunk=10, progress=progress
+        ),
     }
     call = Call(calls[what])
     session.cancel()
@@ -398,8 +400,16 @@ def test_a_callback_cannot_wait_for_itself(engine_of):
 
 def run_script(text, code=0, timeout=90, **environment):
     """Runs Python in a process of its own; `CORE` names the build that this one uses."""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TINY": str(DATA / "llama"), **environment}
-    text = "import atexit, gc, os, sys, threading, time\nimport ds4\nfrom ds4.errors import *\nTINY = os.environ['TINY']\n" + textwrap.dedent(text)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(p for p in sys.path if p),
+        "TINY": str(DATA / "llama"),
+        **environment,
+    }
+    text = (
+        "import atexit, gc, os, sys, threading, time\nimport ds4\nfrom ds4.errors import *\nTINY = os.environ['TINY']\n"
+        + textwrap.dedent(text)
+    )
     done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done

@@ -91,7 +91,8 @@ def test_batch_mates_are_not_read(engines, toy, kv_dtype, backend):
 
 @pytest.mark.parametrize(
     "toy, kv_dtype, backend",
-    [(toy, kv, "cpu") for toy in ("plain", "both", "wide") for kv in KV_DTYPES] + [("plain", "f16", "ref"), ("both", "q8_0", "ref")],
+    [(toy, kv, "cpu") for toy in ("plain", "both", "wide") for kv in KV_DTYPES]
+    + [("plain", "f16", "ref"), ("both", "q8_0", "ref")],
 )
 def test_what_was_cut_off_is_not_read(engines, toy, kv_dtype, backend):
     """Bad rows in the page that is written next, in pages that went back to the pool and come again, in a page that a fork copies."""
