@@ -178,7 +178,7 @@ struct ds4_engine {
   pthread_cond_t turn;
   struct ds4_waiter *queue; /* calls that compute, first come, first served; the head has its turn */
   struct ds4_caller *callers;
-  _Atomic uint32_t refs;    /* the caller's, one per session, mark and logits */
+  _Atomic uint32_t refs; /* the caller's, one per session, mark and logits */
   _Atomic uint64_t live_logits;
   pid_t pid;
   int phase;
