@@ -1,17 +1,11 @@
 /* The C header without Python: a program that brings its own tensors, moves the context back and forth and gets the same bits. */
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "ds4.h"
 
 #define CHECK(call)                                                                                                                        \
-  do {                                                                                                                                     \
-    if ((call) != DS4_OK) {                                                                                                                \
-      fprintf(stderr, "%s: %s\n", #call, err.text);                                                                                        \
-      return 1;                                                                                                                            \
-    }                                                                                                                                      \
-  } while (0)
+  if (call) return fprintf(stderr, "%s: %s\n", #call, err.text), 1
 
 static ds4_error err;
 static float weights[64 * 64]; /* any numbers will do: every tensor reads from here */
@@ -21,15 +15,13 @@ static int tensor(ds4_engine *e, const char *name, uint64_t rows, uint64_t cols)
 }
 
 static int load(ds4_engine **out) {
-  const struct {
-    const char *key;
-    double value;
-  } settings[] = {{"n_layers", 1}, {"vocab", 64},   {"ctx", 256},       {"dim", 32},          {"n_heads", 4},         {"n_kv_heads", 2},
-                  {"head_dim", 8}, {"ffn_dim", 64}, {"norm_eps", 1e-5}, {"rope_base", 10000}, {"rope_interleaved", 0}};
+  static const char *const keys[] = {"n_layers", "vocab",   "ctx",      "dim",       "n_heads",         "n_kv_heads",
+                                     "head_dim", "ffn_dim", "norm_eps", "rope_base", "rope_interleaved"};
+  static const double values[] = {1, 64, 256, 32, 4, 2, 8, 64, 1e-5, 10000, 0};
   const uint8_t identity[32] = "embed.c";
   for (int i = 0; i < 64 * 64; i++) weights[i] = (float)((i * 7919) % 199 - 99) / 500.0f;
   CHECK(ds4_engine_new("llama", "cpu", 0, out, &err));
-  for (size_t i = 0; i < sizeof settings / sizeof *settings; i++) CHECK(ds4_engine_set(*out, settings[i].key, &settings[i].value, 1, &err));
+  for (size_t i = 0; i < sizeof values / sizeof *values; i++) CHECK(ds4_engine_set(*out, keys[i], &values[i], 1, &err));
   CHECK(tensor(*out, "embed", 64, 32) || tensor(*out, "norm", 1, 32) || tensor(*out, "layers.0.attn_norm", 1, 32));
   CHECK(tensor(*out, "layers.0.q", 32, 32) || tensor(*out, "layers.0.k", 16, 32) || tensor(*out, "layers.0.v", 16, 32));
   CHECK(tensor(*out, "layers.0.o", 32, 32) || tensor(*out, "layers.0.ffn_norm", 1, 32) || tensor(*out, "layers.0.gate", 64, 32));
@@ -61,11 +53,10 @@ int main(void) {
   CHECK(ds4_session_check(live, &err) || ds4_session_check(fork, &err));
   int same = !memcmp(ds4_logits_data(before), ds4_logits_data(after), 64 * sizeof(float));
   printf("position %u, logits after truncate and eval: %s bits\n", again.pos, same ? "the same" : "OTHER");
-
   ds4_logits_free(before);
   ds4_logits_free(after);
   ds4_session_free(live);
   ds4_session_free(fork);
   ds4_engine_free(engine);
-  return same ? 0 : 1;
+  return !same;
 }
