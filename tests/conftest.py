@@ -73,8 +73,8 @@ def _engines() -> Iterator[dict[str, ds4.Engine]]:
 
 @pytest.fixture
 def engine_of(_engines: dict[str, ds4.Engine]) -> Iterator[Callable[..., ds4.Engine]]:
-    """engine_of(model, toy, **options): an engine of a tiny model, made once per session and set of options. After the test its sessions are closed
-    and its ledger must be where it was (O2)."""
+    """engine_of(model, toy, **options): an engine of a tiny model, made once per session and set of options. After the
+    test its sessions are closed and its ledger must be where it was (O2)."""
     used: dict[str, tuple[ds4.Engine, dict[str, int]]] = {}
 
     def get(model: str = "llama", toy: str = "plain", **options: object) -> ds4.Engine:

@@ -1,4 +1,5 @@
-"""What the contract's tests compare with: fresh sessions that never saw anything but the tokens (O1), and the ledger (O2)."""
+"""What the contract's tests compare with: fresh sessions that never saw anything but the tokens (O1), and the ledger
+(O2)."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from ds4.errors import InexactError, PoolFull
 
 DATA = Path(__file__).parent / "data"
 VOCAB = 512
-# What the contract's tests run on: the tiny Llama, with streams that only a test build gives it, and tiny models of other families
+# What the contract's tests run on: the tiny Llama, with streams that only a test build gives it, and tiny models of
+# other families
 TOYS: dict[str, dict[str, float]] = {
     "plain": {},
     "window": {"toy_window": 24},
@@ -39,7 +41,8 @@ def some_tokens(n: int, seed: int = 0) -> list[int]:
 
 
 def make_engine(model="llama", toy="plain", **options) -> ds4.Engine:
-    """An engine of a tiny model. The default pool is small enough to be cheap and large enough for every test that is not about pools."""
+    """An engine of a tiny model. The default pool is small enough to be cheap and large enough for every test that is
+    not about pools."""
     if TOYS[toy] and not TEST_BUILD:
         pytest.skip(NEEDS_TEST_BUILD)
     options = {"backend": "cpu", "threads": 1, "kv_dtype": "f16", **options}
@@ -52,7 +55,8 @@ _twins: dict[tuple, ds4.Engine] = {}
 
 
 def twin(engine: ds4.Engine) -> ds4.Engine:
-    """Another engine that must give the same bits: same model, backend, KV dtype and streams; a pool and threads of its own."""
+    """Another engine that must give the same bits: same model, backend, KV dtype and streams; a pool and threads of its
+    own."""
     toys: dict[str, float] = {}
     for stream in engine.streams if engine.arch == "llama" else ():  # other families have windows of their own
         toys |= {"toy_window": stream.reach} if stream.name == "window" else {}
@@ -95,6 +99,18 @@ def held_rows(session: ds4.Session, index: int) -> dict[int, bytes]:
     return rows
 
 
+def visible(session: ds4.Session) -> tuple:
+    """Everything of a session that a caller can see, to find that nothing has changed."""
+    rows = [held_rows(session, i) for i in range(len(session.engine.streams))]
+    logits = session.logits.tobytes() if session.logits_valid else None
+    return session.tokens, session.pos, session.state, rows, logits, session.auto_marks, session.reserved
+
+
+def cancel_at(session: ds4.Session, at: int):
+    """A progress callback that cancels when `at` tokens are done."""
+    return lambda done, total: session.cancel() if done >= at else None
+
+
 class Fresh:
     """A session that was prefilled once with the tokens, and what it holds."""
 
@@ -121,8 +137,9 @@ def feed(session: ds4.Session, tokens: list[int]) -> None:
 
 
 def assert_same(session: ds4.Session, tokens: list[int], fresh: Fresh | None = None) -> None:
-    """The session is, bit for bit, one that was prefilled once with the tokens: log, rows of every stream, logits if it has them, and what comes next.
-    Windowed rows that either of them has let go of are left out, those that the next token needs never. Changes nothing."""
+    """The session is, bit for bit, one that was prefilled once with the tokens: log, rows of every stream, logits if it
+    has them, and what comes next. Windowed rows that either of them has let go of are left out, those that the next
+    token needs never. Changes nothing."""
     assert session.tokens == list(tokens)
     assert session.pos == len(tokens)
     session.check()

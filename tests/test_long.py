@@ -1,7 +1,8 @@
-"""Contexts of more than one block table: 64 pages of 64 rows, so a table ends at every 4096 positions, and a piece of the token log at every 1024.
+"""Contexts of more than one block table: 64 pages of 64 rows, so a table ends at every 4096 positions, and a piece of
+the token log at every 1024.
 
-One text, prefilled once, gives the logits of all positions; every session here holds a prefix of it, so that each next token shows whether it is exact.
-"""
+One text, prefilled once, gives the logits of all positions; every session here holds a prefix of it, so that each next
+token shows whether it is exact."""
 
 from __future__ import annotations
 
@@ -74,7 +75,8 @@ def test_rows_do_not_depend_on_where_a_table_ends(world):
 
 
 def test_truncate_and_fork_around_the_ends_of_tables(world):
-    """Going down through all edges, by truncate and by fork, with and without others that share the tables; then up again."""
+    """Going down through all edges, by truncate and by fork, with and without others that share the tables; then up
+    again."""
     engine, logits, _ = world
     with engine.session() as parent:
         marks = {}

@@ -1,21 +1,17 @@
-"""The page pool: one budget in bytes, a typed error with both numbers when it is full, reserves that hold, a ledger that returns."""
+"""The page pool: one budget in bytes, a typed error with both numbers when it is full, reserves that hold, a ledger
+that returns."""
 
 from __future__ import annotations
 
 import gc
 
 import pytest
-from oracle import KV_DTYPES, TOYS, WINDOWED, assert_same, feed, held_rows, make_engine, settled, some_tokens
+from oracle import KV_DTYPES, TOYS, WINDOWED, assert_same, feed, make_engine, settled, some_tokens, visible
 
 import ds4
 from ds4.errors import ArgumentError, ContextFull, PoolFull
 
 every_toy = pytest.mark.parametrize("toy", TOYS)
-
-
-def dump(session):
-    rows = [held_rows(session, i) for i in range(len(session.engine.streams))]
-    return session.tokens, rows, session.logits.tobytes() if session.logits_valid else None, session.reserved
 
 
 def free_bytes(engine):
@@ -54,13 +50,14 @@ def fill(engine):
     return held, marks
 
 
-# ---- full ---------------------------------------------------------------------------------------------------------------------
+# ---- full --------------------------------------------------------------------------------------------------------
 
 
 @every_toy
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_a_full_pool_is_refused_at_every_size(toy, kv_dtype):
-    """PoolFull at each pool size until it fits: both numbers are right, nothing has changed, and at the first size that fits it works."""
+    """PoolFull at each pool size until it fits: both numbers are right, nothing has changed, and at the first size that
+    fits it works."""
     tokens = some_tokens(200)
     probe = make_engine(toy=toy, kv_dtype=kv_dtype, reach_slack=16)
     with probe.session() as session:
@@ -80,7 +77,7 @@ def test_a_full_pool_is_refused_at_every_size(toy, kv_dtype):
                 assert error.needed > error.free, "not even the first tokens fit: windows need room for a chunk"
                 engine.close()
                 continue
-            before, ledger = dump(session), settled(engine.ledger())
+            before, ledger = visible(session), settled(engine.ledger())
             try:
                 if call == "eval":
                     session.eval(tokens[70:], chunk=8)
@@ -92,7 +89,7 @@ def test_a_full_pool_is_refused_at_every_size(toy, kv_dtype):
                 refused += 1
                 assert error.free == ledger["bytes_budget"] - ledger["bytes_used"] - ledger["bytes_reserved"]
                 assert error.needed > error.free and str(error.needed) in str(error) and str(error.free) in str(error)
-                assert dump(session) == before and settled(engine.ledger()) == ledger
+                assert visible(session) == before and settled(engine.ledger()) == ledger
                 assert_same(session, tokens[:70])
                 engine.close()
                 continue
@@ -106,7 +103,8 @@ def test_a_full_pool_is_refused_at_every_size(toy, kv_dtype):
 
 
 def test_needed_is_exact_for_unlimited_streams():
-    """The count is neither too small nor padded. (Windowed streams need room to roll in: there it is an upper bound.)"""
+    """The count is neither too small nor padded. (Windowed streams need room to roll in: there it is an upper
+    bound.)"""
     page = make_engine().streams[0].page_bytes
     for n in (1, 63, 64, 65, 128, 129, 640):
         for call in ("eval", "sync"):
@@ -144,7 +142,8 @@ def test_sync_in_a_full_pool_uses_what_it_cuts():
 
 
 def test_copy_on_write_needs_a_page():
-    """A fork in the last free pages: the write that would copy a shared page is refused, and works when the other side has gone."""
+    """A fork in the last free pages: the write that would copy a shared page is refused, and works when the other side
+    has gone."""
     page = make_engine().streams[0].page_bytes
     engine, tokens = make_engine(pool_bytes=page * 2), some_tokens(100)
     session = engine.session()
@@ -173,17 +172,18 @@ def test_copy_on_write_needs_a_page():
 
 @every_toy
 def test_a_batch_counts_the_pages_of_all_its_sessions(toy):
-    """Each would fit alone; together they do not; nothing is computed for any of them, and they all keep what they had."""
+    """Each would fit alone; together they do not; nothing is computed for any of them, and they all keep what they
+    had."""
     engine = make_engine(toy=toy, reach_slack=16, pool_tokens=2000)
     sessions = [engine.session() for _ in range(5)]
     for i, session in enumerate(sessions):
         session.eval(some_tokens(30, i))
     parts = [(session, some_tokens(500, i + 5)) for i, session in enumerate(sessions)]
-    before, ledger = [dump(s) for s in sessions], settled(engine.ledger())
+    before, ledger = [visible(s) for s in sessions], settled(engine.ledger())
     with pytest.raises(PoolFull) as caught:
         engine.eval_batch(parts)
     assert caught.value.needed > caught.value.free and caught.value.positions == [30] * 5
-    assert [dump(s) for s in sessions] == before and settled(engine.ledger()) == ledger
+    assert [visible(s) for s in sessions] == before and settled(engine.ledger()) == ledger
     for i, part in enumerate(parts[:2]):
         engine.eval_batch([part])
         assert_same(sessions[i], some_tokens(30, i) + some_tokens(500, i + 5))
@@ -192,7 +192,8 @@ def test_a_batch_counts_the_pages_of_all_its_sessions(toy):
 
 @every_toy
 def test_the_budget_holds_with_marks_and_forks(toy):
-    """B12: whatever is held, used and reserved bytes stay within the budget, and so does the memory taken from the system."""
+    """B12: whatever is held, used and reserved bytes stay within the budget, and so does the memory taken from the
+    system."""
     engine = make_engine(toy=toy, reach_slack=16, pool_tokens=1500)
     base, kept, refused = settled(engine.ledger()), [], 0
     for i in range(60):
@@ -280,7 +281,7 @@ def test_impossible_pools_are_refused(options):
         make_engine(**options)
 
 
-# ---- reserve --------------------------------------------------------------------------------------------------------------------
+# ---- reserve -----------------------------------------------------------------------------------------------------
 
 
 def test_reserve_is_refused_with_numbers():
@@ -327,8 +328,8 @@ STEPS = {
     ],
 )
 def test_a_reserve_holds_in_a_full_pool(toy, steps, between):
-    """The summary of a compaction must always fit: other sessions take all the rest, and still every reserved token can be appended. Automatic marks
-    must go before a reserve does."""
+    """The summary of a compaction must always fit: other sessions take all the rest, and still every reserved token can
+    be appended. Automatic marks must go before a reserve does."""
     engine = make_engine(toy=toy, reach_slack=16, pool_tokens=3000)
     session, tokens, more = engine.session(), some_tokens(150), some_tokens(900, 2)
     session.eval(tokens[:100])

@@ -32,7 +32,8 @@ def test_logits_are_those_of_transformers(engine_of, model, backend, chunk):
 
 
 def first_layer(engine, tokens):
-    """K and V of the first layer as stored, uint8 [row, part and head, bytes]: they do not depend on how earlier rows were rounded."""
+    """K and V of the first layer as stored, uint8 [row, part and head, bytes]: they do not depend on how earlier rows
+    were rounded."""
     stream = engine.streams[0]
     with engine.session() as session:
         session.eval(tokens)
@@ -53,7 +54,8 @@ def test_rows_are_those_of_f32_rounded_once(engine_of):
 
 @pytest.mark.parametrize("model", [*LLAMAS, "qwen3", "gemma3"])  # a router may turn a small error into another expert
 def test_smaller_rows_cost_little(engine_of, model):
-    """f16 keeps 11 bits and q8_0 seven: the errors of the logits must lie as far apart as that, give or take a factor of two."""
+    """f16 keeps 11 bits and q8_0 seven: the errors of the logits must lie as far apart as that, give or take a factor
+    of two."""
     ref, error = load_file(DATA / model / "ref.safetensors"), {}
     for kv_dtype in KV_DTYPES:
         with engine_of(model, kv_dtype=kv_dtype).session() as session:

@@ -1,8 +1,8 @@
 """K8: what was never written, what was cut off and what lies ahead is never read, not even to be multiplied by zero.
 
-Pages come from the pool full of NaN in a test build. Here rows become NaN in an honest way too: a checkpoint in which one token's embedding is NaN
-and another one's is infinite. Nothing of them may show in a position, a session or a page where they are not.
-"""
+Pages come from the pool full of NaN in a test build. Here rows become NaN in an honest way too: a checkpoint in which
+one token's embedding is NaN and another one's is infinite. Nothing of them may show in a position, a session or a page
+where they are not."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def engines(spoilt):
 
 
 every = pytest.mark.parametrize(
-    "toy, kv_dtype, backend", [(toy, kv, b) for toy in ("plain", "both", "wide") for kv in KV_DTYPES for b in BACKENDS]
+    "toy, kv_dtype, backend",
+    [(toy, kv, "cpu") for toy in ("plain", "both", "wide") for kv in KV_DTYPES]
+    + [("plain", "f16", "ref"), ("both", "q8_0", "ref"), ("wide", "f32", "ref")],
 )
 
 
@@ -64,7 +66,7 @@ def test_the_tokens_ahead_are_not_read(engines, toy, kv_dtype, backend):
     engine, n = engines(toy, kv_dtype=kv_dtype, backend=backend), 70
     wanted = clean_logits(engine, CLEAN[:n])
     for bad in (NAN, INF):
-        for at in (0, 1, 2, 7, 8, 15, 16, 31, 63, 64, 69):
+        for at in (0, 1, 7, 16, 31, 63, 64, 69):
             with engine.session() as session:
                 logits = session.eval([*CLEAN[:at], bad, *CLEAN[at + 1 : n]], logits="all")
             assert logits[:at].tobytes() == wanted[:at].tobytes(), f"token {at} is read by those before it"
@@ -95,7 +97,8 @@ def test_batch_mates_are_not_read(engines, toy, kv_dtype, backend):
     + [("plain", "f16", "ref"), ("both", "q8_0", "ref")],
 )
 def test_what_was_cut_off_is_not_read(engines, toy, kv_dtype, backend):
-    """Bad rows in the page that is written next, in pages that went back to the pool and come again, in a page that a fork copies."""
+    """Bad rows in the page that is written next, in pages that went back to the pool and come again, in a page that a
+    fork copies."""
     engine = engines(toy, kv_dtype=kv_dtype, backend=backend)
     wanted = clean_logits(engine, CLEAN[:150])
     with engine.session() as session:
