@@ -237,6 +237,7 @@ typedef struct ds4_need { /* pages to take, per stream */
   uint32_t pages[DS4_MAX_STREAMS];
 } ds4_need;
 void ds4_kv_need(const ds4_session *s, uint64_t from, uint64_t upto, uint32_t chunk, ds4_need *out);
+void ds4_kv_need_again(const ds4_session *s, uint32_t pos, ds4_need *out); /* pos > 0 */
 int ds4_kv_take(ds4_session *s, const ds4_need *need, ds4_error *err);
 void ds4_kv_give_back(ds4_session *s);
 int ds4_kv_prepare(ds4_session *s, uint32_t from, uint32_t upto, ds4_error *err);
@@ -247,7 +248,6 @@ void ds4_kv_set_logits(ds4_session *s, ds4_logits *l); /* takes over the referen
 int ds4_kv_cut(ds4_session *s, uint32_t pos, ds4_error *err);
 void ds4_kv_clear(ds4_session *s);
 void ds4_kv_abandon(ds4_session *s);
-bool ds4_kv_last_shared(const ds4_session *s);
 uint8_t *ds4_kv_last_page(const ds4_session *s, uint32_t stream);
 uint32_t ds4_kv_nearest_exact(const ds4_session *s, uint32_t pos);
 int ds4_kv_position(const ds4_session *s, int64_t pos, bool exact, ds4_error *err);

@@ -167,6 +167,17 @@ void ds4_kv_need(const ds4_session *s, uint64_t from, uint64_t upto, uint32_t ch
   }
 }
 
+/* What writing the row of position pos - 1 again needs: a page for the copy of a shared one. The reserve counts that page too where it goes on. */
+void ds4_kv_need_again(const ds4_session *s, uint32_t pos, ds4_need *out) {
+  ds4_kv_need(s, pos, pos, DS4_CHUNK_DEFAULT, out);
+  for (uint32_t i = 0; i < s->engine->n_streams; i++) {
+    const ds4_stream *st = &s->engine->stream[i];
+    uint32_t rows = ds4_rows_at(st, pos);
+    if (rows == ds4_rows_at(st, pos - 1) || !page_is_shared(s, i, (rows - 1) / st->layout.page_rows)) continue;
+    out->pages[i] = rows % st->layout.page_rows ? ds4_max_u32(out->pages[i], 1) : out->pages[i] + 1;
+  }
+}
+
 static uint64_t need_bytes(const ds4_session *s, const ds4_need *need) {
   uint64_t bytes = 0;
   for (uint32_t i = 0; i < s->engine->n_streams; i++)
@@ -470,17 +481,6 @@ uint8_t *ds4_kv_last_page(const ds4_session *s, uint32_t stream) {
   const ds4_stream *st = &s->engine->stream[stream];
   uint32_t rows = ds4_rows_at(st, s->pos);
   return rows > ds4_rows_at(st, s->pos - 1) ? st->pages[ds4_entry(&s->line[stream], (rows - 1) / st->layout.page_rows)].mem : NULL;
-}
-
-/* Whether writing the last row again means copying a page. */
-bool ds4_kv_last_shared(const ds4_session *s) {
-  bool shared = false;
-  for (uint32_t i = 0; i < s->engine->n_streams; i++) {
-    const ds4_stream *st = &s->engine->stream[i];
-    uint32_t rows = ds4_rows_at(st, s->pos);
-    shared |= rows && page_is_shared(s, i, (rows - 1) / st->layout.page_rows);
-  }
-  return shared;
 }
 
 /* ---- sessions ---------------------------------------------------------------------------------------------------------------------- */

@@ -341,39 +341,34 @@ static uint32_t session_chunk(const ds4_session *s, uint32_t chunk) {
   return s->reserved_pos ? ds4_min_u32(chunk, DS4_CHUNK_DEFAULT) : chunk;
 }
 
-static int caller_enter(ds4_engine *e, ds4_caller *me, ds4_error *err) {
+/* The lock, for a call that computes. From a progress callback of a call on the same engine it is refused before anything is touched. */
+static __attribute__((noinline)) int call_enter(ds4_engine *e, ds4_caller *me, ds4_error *err) {
+  int status = ds4_enter(e, err);
+  if (status) return status;
   *me = (ds4_caller){.next = e->callers, .thread = pthread_self()};
   for (const ds4_caller *other = e->callers; other; other = other->next)
-    if (pthread_equal(other->thread, me->thread))
+    if (pthread_equal(other->thread, me->thread)) {
+      ds4_leave(e);
       return ds4_fail(err, DS4_EBUSY, 0, 0,
                       "a progress callback cannot compute on the engine that calls it; do that when the call has returned");
+    }
   e->callers = me;
   return DS4_OK;
 }
 
-static void caller_leave(ds4_engine *e, ds4_caller *me) {
+static void call_leave(ds4_engine *e, ds4_caller *me) {
   ds4_caller **at = &e->callers;
   while (*at != me) at = &(*at)->next;
   *at = me->next;
+  ds4_leave(e);
 }
-
-static int call_rounds(call *c, ds4_error *err);
 
 /* All rounds of the jobs. Lock held on entry and exit, sessions BUSY with their pages taken. */
 static int call_run(call *c, ds4_error *err) {
-  ds4_caller me;
-  int status = caller_enter(c->e, &me, err);
-  if (status) return status;
-  status = call_rounds(c, err);
-  caller_leave(c->e, &me);
-  return status;
-}
-
-static int call_rounds(call *c, ds4_error *err) {
   ds4_engine *e = c->e;
   for (uint32_t i = 0; i < c->n_jobs; i++) c->total += c->jobs[i].n;
   c->parts = ds4_alloc(e, c->n_jobs * (sizeof *c->parts + e->n_streams * sizeof *c->views));
-  if (!c->parts) return ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for the call; nothing has changed");
+  if (!c->parts) return ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for the call; nothing was evaluated");
   c->views = (ds4_view *)(void *)(c->parts + c->n_jobs);
   int status = DS4_OK;
   for (uint32_t i = 0; !status && i < c->n_jobs; i++) {
@@ -438,8 +433,8 @@ static int evaluate_again(ds4_session *s, ds4_progress progress, void *user, ds4
   int32_t token = ds4_log_token(s, s->pos - 1);
   job j = {.s = s, .tokens = &token, .n = 1, .from = s->pos - 1, .want = DS4_WANT_LAST, .again = true};
   ds4_need need;
-  for (uint32_t i = 0; i < s->engine->n_streams; i++) need.pages[i] = s->line[i].n_stash + 1; /* for the copy of a shared page */
-  int status = ds4_kv_last_shared(s) ? ds4_kv_take(s, &need, err) : DS4_OK;
+  ds4_kv_need_again(s, s->pos, &need);
+  int status = ds4_kv_take(s, &need, err);
   if (status) return status;
   call c;
   call_init(&c, s->engine, &j, 1, 1, progress, user);
@@ -519,7 +514,12 @@ static int eval_locked(ds4_engine *e, ds4_segment *g, uint32_t n, job *jobs, uin
 
 int ds4_eval(ds4_engine *e, ds4_segment *segments, uint32_t n, uint32_t chunk, ds4_progress progress, void *user, ds4_error *err) {
   uint32_t freed = 0;
-  int status = ds4_enter(e, err);
+  ds4_caller me;
+  int status = call_enter(e, &me, err);
+  if (status == DS4_EBUSY && !ds4_enter(e, NULL)) { /* refused: still say where the sessions stand */
+    segments_position(e, segments, n);
+    ds4_leave(e);
+  }
   if (status) return status;
   segments_position(e, segments, n);
   job *jobs = ds4_alloc(e, (uint64_t)(n ? n : 1) * sizeof *jobs);
@@ -528,7 +528,7 @@ int ds4_eval(ds4_engine *e, ds4_segment *segments, uint32_t n, uint32_t chunk, d
   else
     status = ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for the call; nothing has changed");
   free(jobs);
-  ds4_leave(e);
+  call_leave(e, &me);
   while (freed--) ds4_engine_release(e);
   return status;
 }
@@ -557,7 +557,10 @@ static uint32_t cut_gain(const ds4_session *s, uint32_t stream, uint32_t pos) {
 /* Takes the pages for [pos, n) that the cut to `pos` does not bring by itself: so PoolFull comes before anything is cut. */
 static int sync_take(ds4_session *s, uint32_t pos, uint32_t n, uint32_t chunk, ds4_error *err) {
   ds4_need need;
-  ds4_kv_need(s, pos, n, chunk, &need);
+  if (pos == n && n)
+    ds4_kv_need_again(s, pos, &need);
+  else
+    ds4_kv_need(s, pos, n, chunk, &need);
   for (uint32_t i = 0; i < s->engine->n_streams; i++) need.pages[i] -= ds4_min_u32(cut_gain(s, i, pos), need.pages[i]);
   return ds4_kv_take(s, &need, err);
 }
@@ -574,7 +577,7 @@ static int sync_locked(ds4_session *s, const int32_t *tokens, uint32_t n, uint32
   job j = {.s = s, .tokens = tokens + keep, .n = n - keep, .from = keep, .want = DS4_WANT_LAST};
   call_init(&c, s->engine, &j, 1, chunk, progress, user);
   c.chunk = session_chunk(s, c.chunk);
-  int status = keep < n ? sync_take(s, keep, n, c.chunk, err) : DS4_OK;
+  int status = n ? sync_take(s, keep, n, c.chunk, err) : DS4_OK;
   if (status) return status;
   if (s->poisoned)
     ds4_kv_clear(s);
@@ -589,8 +592,9 @@ int ds4_session_sync(ds4_session *s, const int32_t *tokens, uint32_t n, uint32_t
                      ds4_error *err) {
   ds4_engine *e = s->engine;
   bool freed = false;
+  ds4_caller me;
   *out = (ds4_synced){0};
-  int status = ds4_enter(e, err);
+  int status = call_enter(e, &me, err);
   if (status) return status;
   status = ds4_kv_legal(s, err);
   if (status == DS4_EPOISONED) status = DS4_OK;
@@ -601,7 +605,7 @@ int ds4_session_sync(ds4_session *s, const int32_t *tokens, uint32_t n, uint32_t
     status = sync_locked(s, tokens, n, chunk, progress, user, out, err);
     freed = ds4_kv_end(s);
   }
-  ds4_leave(e);
+  call_leave(e, &me);
   if (freed) ds4_engine_release(e);
   return status;
 }
@@ -609,7 +613,8 @@ int ds4_session_sync(ds4_session *s, const int32_t *tokens, uint32_t n, uint32_t
 int ds4_session_refresh(ds4_session *s, ds4_progress progress, void *user, ds4_error *err) {
   ds4_engine *e = s->engine;
   bool freed = false;
-  int status = ds4_enter(e, err);
+  ds4_caller me;
+  int status = call_enter(e, &me, err);
   if (status) return status;
   status = ds4_kv_legal(s, err);
   if (!status && !s->logits) {
@@ -617,7 +622,7 @@ int ds4_session_refresh(ds4_session *s, ds4_progress progress, void *user, ds4_e
     status = evaluate_again(s, progress, user, err);
     freed = ds4_kv_end(s);
   }
-  ds4_leave(e);
+  call_leave(e, &me);
   if (freed) ds4_engine_release(e);
   return status;
 }

@@ -154,12 +154,19 @@ def test_copy_on_write_needs_a_page():
             lambda s: s.eval([1]),
             lambda s: s.sync([*tokens, 1]),
             lambda s: s.sync([*tokens[:90], 1]),
+            lambda s: s.sync(tokens[:90]),
+            lambda s: s.sync(tokens[:65]),
             lambda s: s.score([1]),
         ):
             with pytest.raises(PoolFull) as caught:
                 call(side)
             assert (caught.value.needed, caught.value.free) == (page, 0)
-            assert side.tokens == tokens
+            assert side.tokens == tokens and side.logits_valid
+    for call in (lambda s: s.refresh(), lambda s: s.eval([1]), lambda s: s.score([1]), lambda s: s.sync(tokens)):
+        with make_engine(pool_bytes=page * 3) as roomy, roomy.session() as other:  # room for the one copy is enough
+            other.eval(tokens)
+            with other.fork(99) as third:
+                call(third)
     half = session.fork(70)
     with pytest.raises(PoolFull):
         half.refresh()

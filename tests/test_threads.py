@@ -373,20 +373,34 @@ def test_close_against_use_in_another_thread(engine_of, use):
 
 def test_a_callback_cannot_wait_for_itself(engine_of):
     """A progress callback that computes on the same engine would wait for its own call: refused at every place, also
-    inside a chunk."""
+    inside a chunk, and before anything is touched. What computes nothing is allowed."""
     for backend, chunk in (("ref", 2048), ("ref", 16), ("cpu", 8)):
         engine = engine_of(backend=backend)
         session, other = engine.session(), engine.session()
+        other.eval(TOKENS[:50])
+        child = other.fork(40)
         seen = []
 
-        def compute(done, total, other=other, session=session, seen=seen):
-            for call in (lambda: other.eval([1]), lambda: session.eval([1]), lambda: other.sync([2, 3])):
+        def compute(done, total, session=session, other=other, child=child, seen=seen):
+            calls = (
+                lambda: other.eval([1]),
+                lambda: session.eval([1]),
+                lambda: other.sync([2, 3]),
+                lambda: child.score([1]),
+                lambda: child.refresh(),
+                lambda: other.engine.eval_batch([(other, [1]), (child, [1])]),
+            )
+            for call in calls:
                 try:
                     call()
                     seen.append(None)
                 except Busy:
                     seen.append(Busy)
+            assert other.nearest_exact(20) == 20 and other.tokens == TOKENS[:50]
+            other.fork(10).close()
 
         session.eval(some_tokens(900 if chunk == 2048 else 100), chunk=chunk, progress=compute)
         assert set(seen) == {Busy}
-        assert_same(other, [])
+        assert other.logits_valid and not child.logits_valid
+        assert_same(other, TOKENS[:50])
+        assert_same(child, TOKENS[:40])
