@@ -11,7 +11,7 @@ from real import behind_greedy, divergence, loading
 
 import ds4
 
-pytestmark = pytest.mark.model
+pytestmark = [pytest.mark.model, pytest.mark.slow]
 
 KL_OF_LLAMA_CPP = 0.00336
 WINDOW = 512

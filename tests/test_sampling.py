@@ -188,6 +188,7 @@ def cases(draw):
 
 @settings(max_examples=600, deadline=None)
 @given(cases())
+@pytest.mark.slow
 def test_equals_the_plain_version(case):
     x, s, history, position, allowed = case
     before = x.copy()

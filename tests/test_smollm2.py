@@ -65,6 +65,7 @@ def test_chunks(engine: ds4.Engine, tokens: list[int], chunk: int) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ("f32", "q8_0"))
+@pytest.mark.slow
 def test_other_kv_dtypes(smollm2_path: Path, tokens: list[int], kv_dtype: str) -> None:
     with ds4.Engine(smollm2_path, threads=1, kv_dtype=kv_dtype, pool_tokens=2048) as engine, engine.session() as s:
         s.eval(tokens[:150], chunk=33)
@@ -73,6 +74,7 @@ def test_other_kv_dtypes(smollm2_path: Path, tokens: list[int], kv_dtype: str) -
         same_as_fresh(engine, s, tokens[:90] + tokens[200:240])
 
 
+@pytest.mark.slow
 def test_moves(engine: ds4.Engine, tokens: list[int], tmp_path: Path) -> None:
     with engine.session() as s, engine.session() as mate:
         s.eval(tokens[:300])
@@ -120,6 +122,7 @@ def test_score_equals_the_logits(engine: ds4.Engine, tokens: list[int]) -> None:
     np.testing.assert_allclose(got[1:], want, rtol=0, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.nosanitize
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="resident memory is read from /proc, as on Linux")
 def test_memory_is_the_file_and_the_rows(smollm2_path: Path) -> None:

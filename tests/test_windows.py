@@ -221,6 +221,7 @@ def test_a_mark_brings_its_logits_back(engine_of):
 
 
 @pytest.mark.parametrize("toy", ["window", "both"])
+@pytest.mark.slow
 def test_automatic_marks_are_set_thinned_and_bounded(engine_of, toy):
     """After evals of 64 tokens and more, and every 2048 positions; older ones lie farther apart; all of them hold an
     eighth of the pool at most."""
