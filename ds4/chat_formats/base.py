@@ -110,6 +110,11 @@ class ChatFormat:
         """
         raise NotImplementedError
 
+    def render_result(self, text: str, index: int = 0, count: int = 1, after: str | None = "assistant") -> list[int]:
+        """The ids of the result of a tool call, the index-th of `count` of one assistant message: in order they make
+        whole messages as `render` would write them."""
+        return self.render(Message("tool", text), after)
+
     def first_user(self, system: str | None, text: str) -> str:
         """The text of the first user message, with the system prompt at its head where the format has no such role."""
         return f"{system}\n\n{text}" if system and "system" not in self.roles else text

@@ -48,6 +48,13 @@ class ChatML(ChatFormat):
         role = "user" if message.role == "tool" else message.role
         return self.ids(START, f"{role}\n", *_body(message), END, "\n")
 
+    def render_result(self, text: str, index: int = 0, count: int = 1, after: str | None = "assistant") -> list[int]:
+        """All results of a message share one user turn: the first opens it, the last closes it."""
+        self.check(Message("tool", text))
+        opener = ("\n",) if index else (START, "user\n")
+        closer = (END, "\n") if index == count - 1 else ()
+        return self.ids(*opener, RESULT, "\n", text, "\n", RESULTED, *closer)
+
     def generation_prefix(self, thinking: bool = True) -> list[int]:
         closed = (THINK, "\n\n", THOUGHT, "\n\n") if self.thinking and not thinking else ()
         return self.ids(START, "assistant\n", *closed)
