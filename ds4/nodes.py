@@ -123,32 +123,27 @@ class Writer:
         said = format.tokenizer.encode(FILLER)
         return Node("assistant", (*format.generation_prefix(False), *said, *format.end_turn(said)), FILLER, "filler")
 
-    def arrange(self, nodes: Sequence[Node]) -> list[Node]:
-        """The nodes as a surface that the format can hold: the first user turn, and no other, carries the system
-        prompt where that is its place, and fillers stand where two user turns would follow one another in a format
-        that alternates. Every other node is kept as it is, with its ids."""
+    def arrange(self, nodes: Sequence[Node], onto: Sequence[Node] = ()) -> list[Node]:
+        """The nodes as the format can hold them behind the surface `onto`: the first user turn, and no other, carries
+        the system prompt where that is its place, and fillers stand where two user turns would follow one another in a
+        format that alternates. Every other node is kept as it is, with its ids."""
         out: list[Node] = []
-        first = True
+        before = onto[-1] if onto else None
+        first = not any(node.role == "user" for node in onto)
         for node in nodes:
             if node.kind == "filler":
                 continue
-            before = out[-1] if out else None
             if self.format.alternating and before is not None and node.user_level and before.user_level:
                 if not (node.role == "tool" and node.index):  # one message with the result before it
                     out.append(self.filler())
             if node.role == "user":
-                node = self._placed(node, first)
-            first = first and node.role != "user"
+                node, first = self._placed(node, first), False
+            before = node
             out.append(node)
         return out
 
     def _placed(self, node: Node, first: bool) -> Node:
         """A user node with the system prompt at its head exactly when it is the first."""
-        headed = first and self._head is not None
-        if node.headed == headed:
+        if node.headed == (first and self._head is not None):
             return node
         return replace(self.user(node.text, first=first, kind=node.kind, data=node.data), number=node.number)
-
-    def append_to(self, surface: Sequence[Node], node: Node) -> list[Node]:
-        """What has to be appended to a surface so that `node` stands on it: the node, a filler before it if need be."""
-        return self.arrange([*surface[-1:], node])[len(surface[-1:]) :] if surface else [node]
