@@ -1,7 +1,12 @@
 /* A pool of threads for one engine, the limits of this process, and the floating-point mode.
  *
  * Work is a number of items that are taken one by one; which thread takes which decides nothing but speed. The calling thread works too and
- * serves the poll between its items. Idle threads spin for a moment, then sleep. */
+ * serves the poll between its items. It waits for items, never for threads: one that gets no processor in time costs nothing. Idle threads
+ * spin for a moment, then sleep.
+ *
+ * `state` holds the round in its upper half and the next free item in its lower one. An item is claimed by raising it with a compare and
+ * exchange that fails when the round is another one; `work`, `ctx` and `items` are written while no item is free, so what was read before a
+ * claim that succeeded belongs to the claimed item's round. */
 #if defined(__linux__)
 #define _GNU_SOURCE /* for the affinity mask */
 #endif
@@ -58,12 +63,11 @@ struct ds4_threads {
   pthread_mutex_t lock;
   pthread_cond_t wake;
   uint32_t sleeping; /* under the lock */
-  _Atomic uint64_t round;
-  _Atomic uint32_t next, running;
+  _Atomic uint64_t state;
+  _Atomic uint32_t items, done;
   _Atomic bool quit, stopped;
-  uint32_t items;
-  ds4_work work;
-  void *ctx;
+  _Atomic(ds4_work) work;
+  _Atomic(void *) ctx;
   ds4_poll poll;
   void *user;
 };
@@ -81,14 +85,24 @@ static void relax(void) {
 #endif
 }
 
+/* Works until no item is free; those that are left after a stop are claimed and dropped. */
 static void take_items(ds4_threads *t, uint32_t index) {
-  for (;;) {
-    if (atomic_load_explicit(&t->stopped, memory_order_relaxed)) return;
-    uint32_t item = atomic_fetch_add_explicit(&t->next, 1, memory_order_relaxed);
-    if (item >= t->items) return;
-    t->work(t->ctx, item, index);
-    if (index == 0 && t->poll && t->poll(t->user)) atomic_store(&t->stopped, true);
+  for (uint64_t state = atomic_load(&t->state);;) {
+    ds4_work work = atomic_load_explicit(&t->work, memory_order_relaxed);
+    void *ctx = atomic_load_explicit(&t->ctx, memory_order_relaxed);
+    if ((uint32_t)state >= atomic_load_explicit(&t->items, memory_order_relaxed)) return;
+    if (!atomic_compare_exchange_strong(&t->state, &state, state + 1)) continue; /* state is what it is now */
+    if (!atomic_load_explicit(&t->stopped, memory_order_relaxed)) {
+      work(ctx, (uint32_t)state, index);
+      if (index == 0 && t->poll && t->poll(t->user)) atomic_store(&t->stopped, true);
+    }
+    atomic_fetch_add(&t->done, 1);
+    state = atomic_load(&t->state);
   }
+}
+
+static bool has_work(ds4_threads *t) {
+  return (uint32_t)atomic_load(&t->state) < atomic_load_explicit(&t->items, memory_order_relaxed) || atomic_load(&t->quit);
 }
 
 static void *thread_main(void *arg) {
@@ -96,37 +110,39 @@ static void *thread_main(void *arg) {
   free(arg);
   ds4_threads *t = s.t;
   ds4_float_mode_set();
-  for (uint64_t seen = 0;; seen++) {
-    for (uint32_t i = 0; i < SPINS && atomic_load(&t->round) == seen && !atomic_load(&t->quit); i++) relax();
-    if (atomic_load(&t->round) == seen) {
+  while (!atomic_load(&t->quit)) {
+    for (uint32_t i = 0; i < SPINS && !has_work(t); i++) relax();
+    if (!has_work(t)) {
       pthread_mutex_lock(&t->lock);
       t->sleeping++;
-      while (atomic_load(&t->round) == seen && !atomic_load(&t->quit)) pthread_cond_wait(&t->wake, &t->lock);
+      while (!has_work(t)) pthread_cond_wait(&t->wake, &t->lock);
       t->sleeping--;
       pthread_mutex_unlock(&t->lock);
     }
-    if (atomic_load(&t->quit)) return NULL;
     take_items(t, s.index);
-    atomic_fetch_sub(&t->running, 1);
   }
+  return NULL;
 }
 
 void ds4_threads_run(ds4_threads *t, uint32_t n, ds4_work work, void *ctx) {
-  t->work = work;
-  t->ctx = ctx;
-  t->items = n;
-  atomic_store(&t->next, 0);
+  uint64_t round = (atomic_load(&t->state) >> 32) + 1;
+  atomic_store(&t->items, 0); /* nothing is free while the rest is written */
+  atomic_store_explicit(&t->work, work, memory_order_relaxed);
+  atomic_store_explicit(&t->ctx, ctx, memory_order_relaxed);
+  atomic_store(&t->done, 0);
+  atomic_store(&t->state, round << 32);
   if (t->n > 1 && n > 1) {
-    atomic_store(&t->running, t->n - 1);
-    pthread_mutex_lock(&t->lock);
-    atomic_fetch_add(&t->round, 1);
+    pthread_mutex_lock(&t->lock); /* a thread on its way to sleep sees the items or is woken */
+    atomic_store(&t->items, n);
     if (t->sleeping) pthread_cond_broadcast(&t->wake);
     pthread_mutex_unlock(&t->lock);
+  } else {
+    atomic_store(&t->items, n);
   }
   take_items(t, 0);
-  for (uint32_t i = 0; atomic_load(&t->running); i++) {
+  for (uint32_t i = 0; atomic_load(&t->done) < n; i++) {
     relax();
-    if (i > SPINS) sched_yield(); /* fewer processors than threads */
+    if (i > SPINS) sched_yield(); /* the thread that has an item has no processor */
   }
 }
 
