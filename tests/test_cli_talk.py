@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ds4.chat import Prefill, Text, Thinking, TurnEnd
+from ds4.events import Prefill, Text, Thinking, TurnEnd
 from ds4.cli.chat import Room
 from ds4.cli.output import Output
 from ds4.cli.talk import talk

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ds4 import chat_formats, models
+from ds4.compaction.policy import CompactionPolicy
 from ds4.errors import ArgumentError, FileFormatError
 from ds4.sampling import Sampling
 
@@ -47,6 +48,7 @@ def test_built_in_tomls_name_formats_and_defaults_that_exist():
         model = models.load(name)
         assert model.chat_format is None or model.chat_format in chat_formats.names()
         Sampling(**model.defaults)
+        CompactionPolicy.from_mapping(model.compaction)
 
 
 def test_gemma_is_joined_from_the_packages_that_the_references_were_made_with():
@@ -153,6 +155,9 @@ HEAD, URL = GOOD.split("[source]")
         (FOLDER + HUB + '\npatterns = ["x"]\n[source.sha256]\nx = "12"', "does not look like a x"),
         (GOOD + "[defaults]\nheat = 1", r"\[defaults\] unknown key 'heat'; known here: temperature"),
         (GOOD + '[defaults]\ntop_k = "many"', "'top_k' has to be a number"),
+        (GOOD + '[compaction]\nrequest = "long"', "does not look like a request"),
+        (GOOD + "[compaction]\nsummary_penalty = 1.1", "'summary_penalty' has to be true or false, not 1.1"),
+        (GOOD + "[compaction]\nctx = 1", r"\[compaction\] unknown key 'ctx'; known here: request, summary_penalty"),
     ],
 )
 def test_a_wrong_toml_is_refused_with_its_place(home, text, message):
@@ -174,3 +179,5 @@ def test_all_kinds_of_source(home):
     assert model.present
     write(home, GOOD + "[defaults]\ntemperature = 0.5\ntop_k = 40")
     assert models.load("toy").defaults == {"temperature": 0.5, "top_k": 40}
+    write(home, GOOD + '[compaction]\nrequest = "short"\nsummary_penalty = true')
+    assert models.load("toy").compaction == {"request": "short", "summary_penalty": True}

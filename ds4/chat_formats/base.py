@@ -123,6 +123,10 @@ class ChatFormat:
         """The ids after which the model writes an assistant turn. `thinking=False`: with its thinking block closed."""
         raise NotImplementedError
 
+    def dropped_prefix(self) -> list[int]:
+        """What an assistant turn begins with when its thinking is taken out."""
+        return self.generation_prefix()
+
     def end_turn(self, sampled: list[int]) -> list[int]:
         """What must follow the sampled ids of an assistant turn so that the next message can come, however it ended."""
         raise NotImplementedError

@@ -16,7 +16,7 @@ from ds4.errors import Ds4Error
 from ds4.memory import size_text
 
 if TYPE_CHECKING:
-    from ds4.chat import Chat
+    from ds4.agent.chat import Chat
 
 HELP = """\
 /undo         truncate to before your last message
@@ -36,7 +36,7 @@ def add(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from ds4.chat import Chat
+    from ds4.agent.chat import Chat
 
     options = sampling(args)
     with open_engine(args, out) as engine:

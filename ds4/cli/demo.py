@@ -45,7 +45,7 @@ def add(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> None:
-    from ds4.chat import default_format
+    from ds4.agent.chat import default_format
 
     if args.model in ds4.models.names() and not ds4.models.load(args.model).present:
         fetch(args.model, out)
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace, out: Output) -> None:
 
 
 def _chat(engine: Engine, out: Output) -> None:
-    from ds4.chat import Chat
+    from ds4.agent.chat import Chat
     from ds4.cli.talk import talk
     from ds4.sampling import Sampling
 

@@ -39,7 +39,7 @@ def add(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace, out: Output) -> int:
-    from ds4.chat import Chat, default_format
+    from ds4.agent.chat import Chat, default_format
     from ds4.cli.talk import talk
 
     if args.raw and (args.system or args.chat_format):
@@ -69,7 +69,7 @@ def _continue(
     session: Session, text: str, options: Sampling, max_tokens: int, stop: list[str], out: Output
 ) -> Generator[Any, None, None]:
     """The events of a turn for plain text."""
-    from ds4.chat import Text, TurnEnd
+    from ds4.events import Text, TurnEnd
 
     tokenizer = with_words(session.engine.tokenizer, session.engine.model)
     tokens = tokenizer.encode(text)

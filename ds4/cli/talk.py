@@ -10,9 +10,9 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from ds4.chat import Prefill, Text, Thinking, TurnEnd
 from ds4.cli.output import Output, Report
 from ds4.errors import Cancelled
+from ds4.events import Prefill, Text, Thinking, TurnEnd
 
 SHORT_PREFILL = 64  # tokens; no bar below
 

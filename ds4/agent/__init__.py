@@ -1,0 +1,1 @@
+"""The agent loop: tools and the conversation that calls them."""

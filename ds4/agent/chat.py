@@ -1,0 +1,443 @@
+"""Chat: a conversation with a model, its tools, and its compactions.
+
+>>> chat = ds4.Chat(ds4.Engine("smollm2-135m"), system="You answer in one sentence.")
+>>> chat.ask("Why is the sky blue?")
+>>> chat.undo()             # the context stands where it stood before the question, nothing is evaluated again
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from ds4 import chat_formats, models
+from ds4.chat_formats import ChatFormat, ToolCall
+from ds4.compaction import prompts
+from ds4.compaction.background import Background
+from ds4.compaction.live import Live, common, open_calls
+from ds4.compaction.policy import CompactionPolicy
+from ds4.compaction.spantool import SpanOptions
+from ds4.compaction.transaction import Compactor, Outcome
+from ds4.engine import Engine, Session
+from ds4.errors import ArgumentError, Busy, Cancelled, ContextFull, Ds4Error, UnsupportedError
+from ds4.events import Event, Notice, Text
+from ds4.nodes import Node, Writer, size_of
+from ds4.sampling import Sampling
+from ds4.store import MemoryStore, Store, log_files
+from ds4.transcript import Held, Transcript
+
+from .admission import admit_result
+from .spans import Spans
+from .tools import Result, Tool, Toolbox
+from .turn import Turn
+
+RETRY_TEMPERATURE = 0.8  # a greedy answer would only come again
+LOST = "the turn was cut before the result came; call the tool again if it is still needed."
+REFUSED = "the user does not allow this call; ask what to do instead, or go on without it."
+
+
+def default_format(engine: Engine) -> str | None:
+    """The chat format of an engine's model: by its entry in models/, else by the control tokens that its template
+    names, else None."""
+    model = models.describe(engine.model)
+    if model is not None and model.chat_format:
+        return model.chat_format
+    return chat_formats.detect(engine.checkpoint, engine.tokenizer) if engine.tokenizer is not None else None
+
+
+class Chat:
+    """A conversation: its transcript, the session that holds it, and the ways on and back. A context manager; closing
+    it closes its session.
+
+    `ctx` as for `Engine.session`. `system`: the system prompt. `tools`: plain callables and `Tool`s; `allow(call,
+    line)` says whether a tool that asks for permission may run, `line` is what it would do (None: such calls are
+    refused). `chat_format`: a name of `ds4.chat_formats`, default the model's own. `sampling`: default the model's own,
+    else greedy. `max_tokens`: most tokens of an answer. `policy`: when and how it compacts itself, None = never by
+    itself and not on demand. `store`: the folder that keeps the conversation, which is gone on with when it holds one;
+    None = everything in memory. `thinking`: whether a model with thinking blocks may open one. `drop_thinking`:
+    thinking leaves the context when the next message arrives. `span_tools`: the model gets `context_compact` and
+    `expand`. `notes`: gives texts about what is alive outside of the conversation, which are restated after a
+    compaction. `auto_archive`: what a compaction replaces goes to the spill. `volume_nudge_tokens`: the growth after which a model with span tools is reminded of them, 0 = never.
+
+    Raises ArgumentError (among others: no chat format is known for the model, or ctx is too small for the policy; the
+    text has the numbers), UnsupportedError, ContextFull, StoreBusy.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        ctx: int | None = None,
+        system: str | None = None,
+        tools: Iterable[Tool | Callable[..., Any]] = (),
+        allow: Callable[[ToolCall, str], bool] | None = None,
+        chat_format: str | None = None,
+        sampling: Sampling | None = None,
+        max_tokens: int | None = None,
+        policy: CompactionPolicy | None = CompactionPolicy(),  # noqa: B008
+        store: str | os.PathLike[str] | None = None,
+        thinking: bool = True,
+        drop_thinking: bool = False,
+        span_tools: bool = False,
+        notes: Callable[[], Sequence[str]] = list,
+        auto_archive: bool = True,
+        volume_nudge_tokens: int = 50_000,
+    ) -> None:
+        if engine.tokenizer is None:
+            raise UnsupportedError(f"{engine.model} has no tokenizer, so it takes token ids only; use Engine.session.")
+        model = models.describe(engine.model)
+        self.engine = engine
+        self.sampling = sampling or Sampling(**(model.defaults if model is not None else {}))
+        self.max_tokens, self.allow, self.thinking, self.drop_thinking = max_tokens, allow, thinking, drop_thinking
+        self.spans = Spans(self, span_tools, SpanOptions(auto_archive, volume_nudge_tokens))
+        self.toolbox = Toolbox(tools)
+        schemas = (*self.toolbox.schemas, *self.spans.schemas)
+        self.queued: deque[str] = deque()
+        """Messages that come in at the next safe point of the turn in progress, or with the next one."""
+        self.forced: deque[list[int]] = deque()
+        self.cancelled = threading.Event()
+        self._busy = threading.Lock()
+        self._set_up(ctx, system, schemas, chat_format, policy, store, notes)
+
+    def _set_up(
+        self,
+        ctx: int | None,
+        system: str | None,
+        schemas: Sequence[dict[str, Any]],
+        chat_format: str | None,
+        policy: CompactionPolicy | None,
+        store: str | os.PathLike[str] | None,
+        notes: Callable[[], Sequence[str]],
+    ) -> None:
+        engine = self.engine
+        name = chat_format or default_format(engine)
+        if name is None:
+            known = ", ".join(chat_formats.names())
+            raise ArgumentError(
+                f"{engine.model} does not say how messages are written; give chat_format=, one of: {known}."
+            )
+        self.format: ChatFormat = chat_formats.get(name, engine.tokenizer)  # type: ignore[arg-type]
+        self.writer = Writer(self.format, system, schemas)
+        transcript = self._open(store, {"chat_format": name, "system": system or "", "tools": list(schemas)})
+        try:
+            session = self._session(transcript, ctx)
+        except BaseException:
+            transcript.store.close()
+            raise
+        try:
+            model = models.describe(engine.model)
+            if policy is not None:
+                policy = policy.for_model(getattr(model, "compaction", {}))
+            self.live = Live(engine, self.writer, transcript, session, policy)
+            self.live.check()
+            self.compactor = Compactor(self.live, notes=notes, archive=self.spans.options.auto_archive)
+            self.background = Background(self.compactor)
+            if not transcript.surface:
+                transcript.append(*self.writer.opening())
+            self._fit(max(transcript.size, size_of(self.writer.opening()) + len(self.writer.head_ids())))
+        except BaseException:
+            session.close()
+            transcript.store.close()
+            raise
+
+    def _open(self, path: str | os.PathLike[str] | None, info: dict[str, Any]) -> Transcript:
+        """The transcript of a store, begun where there is none. Raises ArgumentError when what it was begun with is
+        not what this chat has: the ids of its system prompt are part of it."""
+        if path is None:
+            return Transcript(MemoryStore())
+        store = Store.open(path) if log_files(Path(path)) else Store.create(path, {"model": self.engine.model, **info})
+        try:
+            transcript = Transcript.open(store)
+            for key, value in info.items():
+                if transcript.info.get(key) != value:
+                    raise ArgumentError(
+                        f"the conversation in {os.fspath(path)} was begun with another {key.replace('_', ' ')}; open "
+                        "it with the same, or begin a new one."
+                    )
+            return transcript
+        except BaseException:
+            store.close()
+            raise
+
+    def _session(self, transcript: Transcript, ctx: int | None) -> Session:
+        """The session of a snapshot where there is a good one, else an empty one: then the log is evaluated again."""
+        path = transcript.store.snapshot
+        if path is not None and path.exists():
+            try:
+                return self.engine.load(path, ctx)
+            except Ds4Error as error:
+                self.snapshot_refused = str(error)
+        return self.engine.session(ctx)
+
+    snapshot_refused: str | None = None
+    """Why the snapshot of a store was not used; its log is evaluated again then."""
+
+    # ---- talking
+
+    def ask(self, text: str) -> str:
+        """Runs a whole turn, tools included, and returns the text that the model wrote."""
+        return "".join(event.text for event in self.send(text) if isinstance(event, Text))
+
+    def send(self, text: str) -> Generator[Event, None, None]:
+        """The events of a turn. Nothing happens until the first one is read; closing it early cancels, and the turn
+        is kept as it was cut. Raises ContextFull when the message does not fit, not even after a compaction: the
+        conversation is then as it was, and the text waits in `held`."""
+        with self._alone():
+            turn = Turn(self, self.sampling)
+            try:
+                yield from self._settle_calls()
+                yield from self.admit_user(text)
+            except Cancelled:
+                yield turn.end("cancelled")
+                return
+            yield from turn.run()
+
+    def retry(self, seed: int | None = None) -> Generator[Event, None, None]:
+        """The last answer again, with another seed. A greedy conversation is sampled at temperature 0.8 for this
+        turn."""
+        with self._alone():
+            self.live.transcript.rewind_to_question()
+            self._drop_stale()
+            again = self.sampling
+            if not again.temperature:
+                again = replace(again, temperature=RETRY_TEMPERATURE)
+            yield from Turn(self, replace(again, seed=seed)).run()
+
+    def queue(self, text: str) -> None:
+        """A message for the turn in progress: the model gets it when its next tools have run, or when it stops."""
+        self.queued.append(text)
+
+    def force(self, text: str, calls: Sequence[ToolCall] = (), thinking: str = "") -> None:
+        """The model's next answer is this one, evaluated token by token, instead of a sampled one. For demonstrations
+        and tests of what follows; several wait in line."""
+        node = self.writer.assistant(text, calls, thinking)
+        prefix = self.format.generation_prefix(self.thinking)
+        body = list(node.ids[len(prefix) :])
+        ends = range(len(body), 0, -1)
+        self.forced.append(next(body[:n] for n in ends if body[:n] + self.format.end_turn(body[:n]) == body))
+
+    def cancel(self) -> None:
+        """Ends the turn or the compaction in progress, from any thread."""
+        self.cancelled.set()
+        self.live.cancel()
+
+    def undo(self) -> str:
+        """Takes the newest step back: a compaction, or the last user message and all that follows. Returns "compaction"
+        or "turn". Raises ArgumentError when there is none."""
+        with self._alone():
+            transcript, session = self.live.transcript, self.session
+            what = transcript.undo()
+            self._drop_stale()
+            session.truncate(session.nearest_exact(common(session.tokens, transcript.tokens)))
+            return what
+
+    def fork(self) -> Chat:
+        """A second conversation that starts where this one stands and shares its pages. It is kept in memory."""
+        with self._alone():
+            other = object.__new__(type(self))
+            other.__dict__.update(self.__dict__)
+            other.queued, other.forced = deque(self.queued), deque(self.forced)
+            other.cancelled, other._busy = threading.Event(), threading.Lock()
+            session = self.session.fork()
+            transcript = self.live.transcript.fork()
+            other.live = Live(self.engine, self.writer, transcript, session, self.live.policy)
+            other.compactor = Compactor(other.live, notes=self.compactor.notes, archive=self.compactor.archive)
+            other.background = Background(other.compactor)
+            other.spans = self.spans.copy(other)
+            return other
+
+    # ---- compaction
+
+    def compact(self, reason: str = "asked for") -> Generator[Event, None, None]:
+        """Replaces the history by a summary that the model writes. Events as of a turn; the last one is CompactionDone
+        or CompactionFailed, and after the latter the conversation is as it was."""
+        with self._alone():
+            yield from self.compact_now(reason)
+
+    def compact_soon(self) -> None:
+        """Asks for a compaction at the next safe point of the turn in progress: when its tools have run."""
+        self.asked = True
+
+    asked = False
+
+    def compact_now(self, reason: str, automatic: bool = False) -> Generator[Event, None, Outcome]:
+        """A compaction inside of a turn. `automatic`: not when the last one failed on nearly the same surface."""
+        if self.live.limits is None:
+            return Outcome("failed", "compactions are switched off (policy=None).")
+        if automatic and not self.compactor.allowed():
+            return Outcome("failed", "the last compaction failed and the conversation has hardly grown since.")
+        outcome = yield from self.background.finish(reason)
+        if outcome is None:
+            outcome = yield from self.compactor.whole(reason)
+        yield from self._after(outcome)
+        return outcome
+
+    def compact_span(
+        self, *, end: str, summary: str, start: str | None = None, include_active: bool = False
+    ) -> dict[str, Any]:
+        """Replaces a span of messages by a checkpoint text. `start` and `end`: verbatim openings of its first (default:
+        the first that can be) and last message, or "#N". Returns what it did, as the tool `context_compact` does.
+        Raises ArgumentError when the span or the text will not do; nothing has changed then."""
+        with self._alone():
+            return self.spans.compact(start, end, summary, include_active)
+
+    def plan_span(
+        self, *, end: str, summary: str, start: str | None = None, include_active: bool = False
+    ) -> dict[str, Any]:
+        """What `compact_span` would do, in numbers; changes nothing."""
+        return self.spans.plan(start, end, summary, include_active)
+
+    def _after(self, outcome: Outcome) -> Generator[Event, None, None]:
+        if outcome.done is not None:
+            self.spans.compacted(outcome.done.after)
+        if outcome.archive_error:
+            yield Notice(outcome.archive_error)
+        yield from self._store_notice()
+
+    # ---- keeping
+
+    @property
+    def session(self) -> Session:
+        """The session that holds the conversation now; a compaction replaces it."""
+        return self.live.session
+
+    @property
+    def transcript(self) -> Transcript:
+        return self.live.transcript
+
+    @property
+    def held(self) -> Held | None:
+        """What waits to be appended: a message or a result that a failure or a cancel has left outside."""
+        return self.live.transcript.held
+
+    def save(self) -> None:
+        """Writes a snapshot of the session beside the log, so that opening the conversation evaluates nothing. Raises
+        ArgumentError when the conversation has no store."""
+        path = self.live.transcript.store.snapshot
+        if path is None:
+            raise ArgumentError("this conversation is kept in memory only; give Chat a store= folder to keep it.")
+        with self._alone():
+            self.session.save(path)
+
+    def close(self) -> None:
+        """Closes session and store. Safe to call twice."""
+        self.background.close()
+        self.live.close()
+        self.live.transcript.store.close()
+
+    def __enter__(self) -> Chat:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- what a turn needs
+
+    @property
+    def has_tools(self) -> bool:
+        """Whether the model may call anything."""
+        return bool(self.writer.tools)
+
+    @contextmanager
+    def _alone(self) -> Any:
+        """One call at a time; the background pass waits meanwhile and goes on afterwards."""
+        if not self._busy.acquire(blocking=False):
+            raise Busy("another call is working on this conversation; wait for its end, or cancel it.")
+        try:
+            self.cancelled.clear()
+            self.background.pause()
+            yield
+        finally:
+            self._busy.release()
+            self.background.idle()
+
+    def _settle_calls(self) -> Generator[Event, None, None]:
+        """Calls whose results never came, because the turn was cut or the process ended, get one: what the slot holds,
+        or a text that says so."""
+        surface = self.live.transcript.surface
+        waiting = open_calls(surface)
+        for node in surface:
+            for i, call in enumerate(node.calls):
+                if call.id in waiting:
+                    mine = self.held if self.held is not None and self.held.call == call.id else None
+                    yield from admit_result(self, mine or Held("tool", LOST, call.id, i, len(node.calls)))
+
+    def _drop_stale(self) -> None:
+        """A result in the slot whose call is gone belongs nowhere."""
+        held = self.held
+        if held is not None and held.kind == "tool" and held.call not in open_calls(self.live.transcript.surface):
+            self.live.transcript.release_held()
+
+    def append(self, *nodes: Node) -> list[Node]:
+        """Appends nodes as the format wants them behind the surface."""
+        transcript = self.live.transcript
+        return transcript.append(*self.writer.arrange(nodes, transcript.surface))
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a message of so many tokens can be appended and answered."""
+        limits, used = self.live.limits, self.live.used
+        return limits.fits(used, tokens) if limits is not None else used + tokens < self.live.ctx
+
+    def admit_user(self, text: str) -> Generator[Event, None, None]:
+        """Appends a user message, behind a compaction where one is due. Until it is in, it waits in the slot."""
+        transcript, limits = self.live.transcript, self.live.limits
+        self._drop_thinking()
+        if limits is not None and limits.soft_fires(self.live.used):
+            transcript.hold(Held("user", text))
+            yield from self._make_room("the context is nearly full")
+        if not self.fits(len(self._question(text))):
+            transcript.hold(Held("user", text))
+            if limits is not None:
+                yield from self._make_room("the message does not fit")
+        self._fit(self.live.used, len(self._question(text)))
+        transcript.append(*self.writer.arrange([self._question(text)], transcript.surface), release=True)
+        yield from self._store_notice()
+
+    def _make_room(self, reason: str) -> Generator[Event, None, None]:
+        """Compacts for a message that waits. Raises Cancelled when the user ended that."""
+        outcome = yield from self.compact_now(reason, automatic=True)
+        if outcome.state == "cancelled":
+            raise Cancelled("the compaction before the message was cancelled; the message waits.")
+
+    def _question(self, text: str) -> Node:
+        return self.writer.user(text, first=not any(node.role == "user" for node in self.live.transcript.surface))
+
+    def _fit(self, used: int, message: int = 0) -> None:
+        """Raises ContextFull with the numbers unless the message can be appended and answered."""
+        if self.fits(message) if message else used < self.live.ctx:
+            return
+        limits = self.live.limits
+        error = ContextFull(prompts.turn_too_large(used, message, self.live.ctx, limits.reserve if limits else 1))
+        error.wanted, error.ctx = used + message + 1, self.live.ctx
+        raise error
+
+    def _drop_thinking(self) -> None:
+        """Takes the thinking of earlier answers out of the context, as one event."""
+        surface = self.live.transcript.surface
+        if self.drop_thinking and any(node.thinking for node in surface):
+            self.live.transcript.replace([self.writer.without_thinking(node) for node in surface], reason="thinking")
+
+    def _store_notice(self) -> Generator[Event, None, None]:
+        """Says once that the store cannot be written any more."""
+        failed = self.live.transcript.store.failed
+        if failed and failed != self._told:
+            self._told = failed
+            yield Notice(failed)
+
+    _told: str | None = None
+
+    def refused(self, call: ToolCall) -> Result | None:
+        """The result of a call that the user does not allow, None when it may run."""
+        line = self.toolbox.permission(call)
+        if line is None or (self.allow is not None and self.allow(call, line)):
+            return None
+        return Result(REFUSED, failed=True)
