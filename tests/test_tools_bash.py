@@ -5,6 +5,7 @@ import os
 import re
 import resource
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -222,6 +223,31 @@ def test_ctrl_c_kills_the_command_and_passes(shell: Shell) -> None:
     with pytest.raises(KeyboardInterrupt):
         shell.run(f"echo $$ > pid; sleep {LONG}", seconds=LONG)
     thread.join()
+    assert wait_for(lambda: is_gone(shell.pid()))
+
+
+def test_a_job_that_was_killed_first_does_not_begin(shell: Shell) -> None:
+    job = shell.jobs.new("touch begun")
+    job._signal(signal.SIGKILL)
+    job.start()
+    assert job.ended.is_set() and not (shell.folder / "begun").exists()
+
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_kill"), reason="sends a signal to a thread")
+@pytest.mark.parametrize("background", [False, True])
+def test_ctrl_c_while_a_command_starts(shell: Shell, monkeypatch: pytest.MonkeyPatch, background: bool) -> None:
+    main, start = threading.get_ident(), subprocess.Popen
+
+    def slow_start(*args: Any, **options: Any) -> Any:
+        process = start(*args, **options)
+        shell.pid()
+        signal.pthread_kill(main, signal.SIGINT)
+        time.sleep(0.2)
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", slow_start)
+    with pytest.raises(KeyboardInterrupt):
+        shell.run(f"echo $$ > pid; sleep {LONG}", background=background)
     assert wait_for(lambda: is_gone(shell.pid()))
 
 

@@ -65,7 +65,8 @@ class Output:
 
 
 class Job:
-    """A running command. A thread of its own reads its output and notices its end."""
+    """A command. A thread of its own starts it, reads its output and notices its end: Ctrl-C cannot come between the
+    start and the moment from which the command can be killed, for it only interrupts the main thread."""
 
     def __init__(self, command: str, folder: str, limit: int) -> None:
         self.command = command
@@ -77,18 +78,21 @@ class Job:
         """Whether processes that it had started were still there at its end."""
         self.told = False
         """Whether the model knows that it has ended."""
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._error: Exception | None = None
+        self._begun = threading.Event()
+        self._unwanted = False  # it was killed before it began
         self._start, self._seconds = time.monotonic(), 0.0
-        self._lock = threading.Lock()  # a number is only signalled while it is surely ours: before `wait` gives it back
-        self._process = subprocess.Popen(
-            [shutil.which("bash") or "/bin/sh", "-c", command],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            cwd=folder,
-            env=_environment(),
-            start_new_session=True,
-        )
-        threading.Thread(target=self._follow, daemon=True).start()
+        # held to start, signal and reap: a number is signalled only while it is surely ours
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        """Runs it. Raises what kept it from starting."""
+        threading.Thread(target=self._run, daemon=True).start()
+        self._begun.wait()
+        if self._error is not None:
+            raise self._error
 
     @property
     def seconds(self) -> float:
@@ -114,54 +118,84 @@ class Job:
 
     def _signal(self, number: int) -> None:
         with self._lock:
-            if self.code is None:
+            if self._process is None:
+                self._unwanted = True
+            elif self.code is None:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.killpg(self._process.pid, number)
 
-    def _follow(self) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as pipe, selectors.DefaultSelector() as selector:
+    def _run(self) -> None:
+        try:
+            with self._lock:
+                if self._unwanted:
+                    self.ended.set()
+                    return
+                self._process = subprocess.Popen(
+                    [shutil.which("bash") or "/bin/sh", "-c", self.command],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    cwd=self._folder,
+                    env=_environment(),
+                    start_new_session=True,
+                )
+        except Exception as error:
+            self._error = error
+            self.ended.set()
+        finally:
+            self._begun.set()
+        if self._process is not None:
+            self._follow(self._process)
+
+    def _follow(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout as pipe, selectors.DefaultSelector() as selector:
             os.set_blocking(pipe.fileno(), False)
             selector.register(pipe, selectors.EVENT_READ)
             is_open = True
-            while is_open and not self._has_exited():
-                is_open = self._read(pipe.fileno(), selector, POLL)
+            while is_open and not _has_exited(process):
+                is_open = self._read(pipe.fileno(), selector)
             if not is_open:
-                self._has_exited(wait=True)
-            end = time.monotonic() + DRAIN
-            while is_open and time.monotonic() < end:
-                is_open = self._read(pipe.fileno(), selector, POLL)
+                _has_exited(process, wait=True)
+            is_open = is_open and self._drain(pipe.fileno(), selector)
             self.left_behind = is_open
             with self._lock:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-                code = self._process.wait()
+                    os.killpg(process.pid, signal.SIGKILL)
+                code = process.wait()
                 self.code = code if code >= 0 else 128 - code
-            end = time.monotonic() + DRAIN  # what was in the pipe; a daemon may hold it open for ever
-            while is_open and time.monotonic() < end:
-                is_open = self._read(pipe.fileno(), selector, POLL)
+            if is_open:  # what is still in the pipe; a daemon may hold it open for ever
+                self._drain(pipe.fileno(), selector)
         self._seconds = time.monotonic() - self._start
         self.ended.set()
 
-    def _read(self, fd: int, selector: selectors.BaseSelector, seconds: float) -> bool:
-        """Takes what comes within so many seconds; whether more may come."""
-        if not selector.select(seconds):
+    def _drain(self, fd: int, selector: selectors.BaseSelector) -> bool:
+        """Takes what comes within a moment; whether more may come."""
+        end, is_open = time.monotonic() + DRAIN, True
+        while is_open and time.monotonic() < end:
+            is_open = self._read(fd, selector)
+        return is_open
+
+    def _read(self, fd: int, selector: selectors.BaseSelector) -> bool:
+        """Takes a piece when one comes soon; whether more may come."""
+        if not selector.select(POLL):
             return True
         data = os.read(fd, 1 << 16)
         self.output.add(data)
         return bool(data)
 
-    def _has_exited(self, wait: bool = False) -> bool:
-        """Whether the command is over. It is not reaped yet: its number stays taken, and so does that of its group."""
-        if not hasattr(os, "waitid"):  # macOS before Python 3.13: the number may be given anew, in theory
-            if wait:
-                self._process.wait()
-            return self._process.poll() is not None
-        options = os.WEXITED | os.WNOWAIT | (0 if wait else os.WNOHANG)
-        try:
-            return os.waitid(os.P_PID, self._process.pid, options) is not None
-        except ChildProcessError:  # the program ignores SIGCHLD
-            return True
+
+def _has_exited(process: subprocess.Popen[bytes], wait: bool = False) -> bool:
+    """Whether a command is over. It is not reaped yet: its number stays taken, and so does that of its group."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13: the number may be given anew, in theory
+        if wait:
+            process.wait()
+        return process.poll() is not None
+    options = os.WEXITED | os.WNOWAIT | (0 if wait else os.WNOHANG)
+    try:
+        return os.waitid(os.P_PID, process.pid, options) is not None
+    except ChildProcessError:  # the program ignores SIGCHLD
+        return True
 
 
 class Jobs:
@@ -175,8 +209,8 @@ class Jobs:
         self._next = 1
         self._close = weakref.finalize(self, _kill_all, self._jobs)
 
-    def start(self, command: str) -> Job:
-        """Runs a command that is not yet in the list."""
+    def new(self, command: str) -> Job:
+        """A job that is neither started nor in the list."""
         return Job(command, self.root.path, self._limit)
 
     def keep(self, job: Job) -> int:
@@ -235,8 +269,9 @@ def bash_tools(jobs: Jobs, seconds: float = 60) -> list[Tool]:
             raise ArgumentError(f"seconds is at most {MAX_SECONDS}; use background for what takes longer.")
         if background:
             return _in_background(jobs, command)
-        job = jobs.start(command)
+        job = jobs.new(command)
         try:
+            job.start()
             while not job.ended.wait(POLL):
                 if cancel.is_set():
                     job.kill()
@@ -265,9 +300,15 @@ def _in_background(jobs: Jobs, command: str) -> Result:
     running = jobs.running()
     if len(running) >= MAX_JOBS:
         raise ArgumentError(f"{MAX_JOBS} jobs run already ({', '.join(map(str, running))}); stop one first.")
-    job = jobs.start(command)
-    number = jobs.keep(job)
-    if job.ended.wait(EARLY):
+    job = jobs.new(command)
+    try:
+        job.start()
+        number = jobs.keep(job)
+        has_ended = job.ended.wait(EARLY)
+    except BaseException:
+        job.kill()
+        raise
+    if has_ended:
         job.told = True
         return Result(_text(job.state(), job))
     return Result(f"running as job {number}")

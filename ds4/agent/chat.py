@@ -60,7 +60,7 @@ class Chat:
     line)` says whether a tool that asks for permission may run, `line` is what it would do (None: such calls are
     refused). `chat_format`: a name of `ds4.chat_formats`, default the model's own. `sampling`: default the model's own,
     else greedy. `max_tokens`: most tokens of an answer. `policy`: when and how it compacts itself, None = never by
-    itself and not on demand. `store`: the folder that keeps the conversation, which is gone on with when it holds one;
+    itself. `store`: the folder that keeps the conversation, which is gone on with when it holds one;
     None = everything in memory. `thinking`: whether a model with thinking blocks may open one. `drop_thinking`:
     thinking leaves the context when the next message arrives. `span_tools`: the model gets `context_compact` and
     `expand`. `notes`: gives texts about what is alive outside of the conversation, which are restated after a
@@ -133,11 +133,11 @@ class Chat:
             raise
         try:
             model = models.describe(engine.model)
-            if policy is not None:
-                policy = policy.for_model(getattr(model, "compaction", {}))
-            self.live = Live(engine, self.writer, transcript, session, policy)
+            manual = (policy or CompactionPolicy()).for_model(getattr(model, "compaction", {}))
+            self.live = Live(engine, self.writer, transcript, session, manual if policy is not None else None)
             self.live.check()
-            self.compactor = Compactor(self.live, notes=notes, archive=self.spans.options.auto_archive)
+            archive = self.spans.options.auto_archive
+            self.compactor = Compactor(self.live, notes=notes, archive=archive, policy=manual)
             self.background = Background(self.compactor)
             if not transcript.surface:
                 transcript.append(*self.writer.opening())
@@ -248,7 +248,8 @@ class Chat:
             session = self.session.fork()
             transcript = self.live.transcript.fork()
             other.live = Live(self.engine, self.writer, transcript, session, self.live.policy)
-            other.compactor = Compactor(other.live, notes=self.compactor.notes, archive=self.compactor.archive)
+            mine = self.compactor
+            other.compactor = Compactor(other.live, notes=mine.notes, archive=mine.archive, policy=mine.policy)
             other.background = Background(other.compactor)
             other.spans = self.spans.copy(other)
             return other
@@ -269,13 +270,11 @@ class Chat:
 
     def compact_now(self, reason: str, automatic: bool = False) -> Generator[Event, None, Outcome]:
         """A compaction inside of a turn. `automatic`: not when the last one failed on nearly the same surface."""
-        if self.live.limits is None:
-            return Outcome("failed", "compactions are switched off (policy=None).")
+        if automatic and self.live.limits is None:
+            return Outcome("failed", "automatic compactions are switched off (policy=None).")
         if automatic and not self.compactor.allowed():
             return Outcome("failed", "the last compaction failed and the conversation has hardly grown since.")
-        outcome = yield from self.background.finish(reason)
-        if outcome is None:
-            outcome = yield from self.compactor.whole(reason)
+        outcome = yield from self.compactor.whole(reason, self.background.take())
         yield from self._after(outcome)
         return outcome
 
@@ -357,8 +356,10 @@ class Chat:
             self.background.pause()
             yield
         finally:
-            self._busy.release()
-            self.background.idle()
+            try:
+                self.background.idle()
+            finally:
+                self._busy.release()
 
     def _settle_calls(self) -> Generator[Event, None, None]:
         """Calls whose results never came, because the turn was cut or the process ended, get one: what the slot holds,
@@ -404,8 +405,8 @@ class Chat:
 
     def _make_room(self, reason: str) -> Generator[Event, None, None]:
         """Compacts for a message that waits. Raises Cancelled when the user ended that."""
-        outcome = yield from self.compact_now(reason, automatic=True)
-        if outcome.state == "cancelled":
+        yield from self.compact_now(reason, automatic=True)
+        if self.cancelled.is_set():  # in the compaction, or between its end and the message
             raise Cancelled("the compaction before the message was cancelled; the message waits.")
 
     def _question(self, text: str) -> Node:
