@@ -55,8 +55,9 @@ def test_each_white_space_character_collapses_and_is_trimmed(space):
 
 
 def test_nothing_else_is_mapped():
-    same = [chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000 and chr(c) not in TABLE and chr(c) not in SPACE]
-    assert [c for c in same if normalise(c) != c] == []
+    others = (chr(c) for c in range(0x110000) if not 0xD800 <= c < 0xE000)
+    text = "|".join(c for c in others if c not in TABLE and c not in SPACE)
+    assert normalise(text) == text
 
 
 @pytest.mark.parametrize(

@@ -189,10 +189,10 @@ def test_a_thousand_pairs_in_one_another_take_no_time():
     chain = numbered(
         [user, asked[0], *(n for pair in zip(asked[1:], answered, strict=False) for n in pair), answered[-1]]
     )
-    start = time.perf_counter()
+    start = time.process_time()
     assert resolve(nested, "#2", "#2").last == resolve(chain, "#2", "#2").last == 2001
     assert resolve(nested, "#2001", "#2001").first == resolve(chain, "#2001", "#2001").first == 2
-    assert time.perf_counter() - start < 2
+    assert time.process_time() - start < 2
 
 
 # ---- the surface after it
@@ -431,10 +431,10 @@ def test_what_a_summary_spells_stays_text(writer, summary):
 
 @pytest.mark.slow
 def test_a_megabyte_of_summary_is_refused_in_seconds():
-    start = time.perf_counter()
+    start = time.process_time()
     with pytest.raises(NotSmaller):
         planned(build(TALK), None, "#3", "All is done. " * 80_000)
-    assert time.perf_counter() - start < 20
+    assert time.process_time() - start < 20
 
 
 # ---- nested checkpoints and the ledger

@@ -15,11 +15,9 @@ from . import anchors, ledger, prompts
 from .plan import Plan, checkpoint_data
 from .policy import Limits
 
-STUB = re.compile("stored as checkpoint [0-9]+")
+_STORED = "stored as checkpoint"
+STUB = re.compile(f"{_STORED} [0-9]+")
 """What stands in a call for the summary that its checkpoint holds."""
-
-
-NOTE = "context_compact: done."
 
 
 class NotSmaller(ArgumentError):
@@ -182,7 +180,7 @@ def plan_span(
     before, after = list(surface[: span.start]), list(surface[span.stop :])
     checkpoint, size = _Drawer(before, span, after, writer, summary, number, locator).checkpoint(limits)
     if running_call is not None:
-        words = f"{NOTE} {_done(span, number, size)}, {f'archived at {locator}' if locator else 'not archived'}."
+        words = _note(span, number, span.tokens - size, locator)
         before, after = (_answered(nodes, running_call, words, number, writer) for nodes in (before, after))
     arranged = _arranged([*before, checkpoint, *after], writer)
     at = next(i for i, node in enumerate(arranged) if node.kind == "checkpoint" and not node.number)
@@ -308,9 +306,12 @@ class _Drawer:
         return error
 
 
-def _done(span: Span, number: int, size: int) -> str:
-    """What a note says. The tokens are those of span and checkpoint, so that they do not depend on the note."""
-    return f"#{span.first} to #{span.last} are now checkpoint {number}, freed {span.tokens - size} tokens"
+def _note(span: Span, number: int, freed: int, locator: str | None) -> str:
+    """What stands for the call and its result. `freed` is what span and checkpoint differ by: the note's own length has
+    no part in it."""
+    covered = f"#{span.first} to #{span.last} are now checkpoint {number}"
+    where = f"archived at {locator}" if locator else "not archived"
+    return f"context_compact: done. {covered}, freed {freed} tokens, {where}."
 
 
 def _answered(nodes: Sequence[Node], call: str, words: str, number: int, writer: Writer) -> list[Node]:
@@ -319,7 +320,7 @@ def _answered(nodes: Sequence[Node], call: str, words: str, number: int, writer:
     if asked is None:
         return list(nodes)
     if len(asked.calls) > 1 or anchors.normalise(asked.text):
-        return stubbed(nodes, call, f"stored as checkpoint {number}", writer)
+        return stubbed(nodes, call, f"{_STORED} {number}", writer)
     note = writer.user(words, first=False, kind="note")
     return [note if node is asked else node for node in nodes if node.result_of != call]
 
