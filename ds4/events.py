@@ -77,6 +77,18 @@ class SummaryDiscarded:
 
 
 @dataclass(frozen=True)
+class CompactionPlanned:
+    """The context will go from `before` to `after` tokens, of which `reused` are there already and the last `tail` stay
+    as they were; the rebuild follows."""
+
+    before: int
+    after: int
+    reused: int
+    tail: int
+    type: str = field(default="compaction_planned", init=False)
+
+
+@dataclass(frozen=True)
 class CompactionDone:
     """The context went from `before` to `after` tokens; `reused` rows were kept, `evaluated` computed, in `seconds` (of
     which the model's summary took `summary_seconds`). `step` says who wrote the checkpoint: "model" (first try),
@@ -135,6 +147,7 @@ Event = (
     | CompactionStarted
     | Summary
     | SummaryDiscarded
+    | CompactionPlanned
     | CompactionDone
     | CompactionFailed
     | Notice

@@ -17,7 +17,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 from rich.text import Text
@@ -61,6 +62,24 @@ def _amount(done: int, total: int, unit: str, seconds: float) -> str:
     else:
         text, speed = (f"{done}/{total}" if total else f"{done}") + f" {unit}", f"{rate:.0f} {unit}/s"
     return f"{text}, {speed}" if rate else text
+
+
+class _Running:
+    """The open line of a text that grows, and its figures below."""
+
+    def __init__(self, style: str) -> None:
+        self.style, self.line, self.count, self.start = style, "", 0, time.monotonic()
+
+    def feed(self, text: str) -> list[str]:
+        """The lines that are complete now."""
+        self.count += 1
+        *lines, self.line = (self.line + text).split("\n")
+        return lines
+
+    def __rich__(self) -> Group:
+        seconds = max(0.05, time.monotonic() - self.start)
+        status = f"{self.count} tokens, {self.count / seconds:.1f} tokens/s"
+        return Group(Text(self.line, style=self.style), Text(status, style="dim"))
 
 
 class Output:
@@ -125,6 +144,29 @@ class Output:
         for row in [list(columns), *cells]:
             words = [c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
             self.line("  ".join(words).rstrip())
+
+    @contextmanager
+    def running(self, style: str) -> Iterator[Callable[[str], None]]:
+        """Text that grows, with a line below it that says how much there is and how fast it comes; only the text
+        stays. The caller feeds about a token at a time. Without redrawing: plain streamed text."""
+        if self.json or not self.fancy_out:
+            yield self.stream
+            self.end_line()
+            return
+        self.end_line()
+        shown = _Running(style)
+        with Live(shown, console=self.out, transient=True, refresh_per_second=12) as live:
+
+            def feed(text: str) -> None:
+                for line in shown.feed(printable(text)):
+                    live.console.print(Text(line, style=style), soft_wrap=True)
+
+            try:
+                yield feed
+            finally:
+                rest, shown.line = shown.line, ""
+                if rest:
+                    live.console.print(Text(rest, style=style), soft_wrap=True)
 
     # -- notes: stderr
 

@@ -1,8 +1,9 @@
-"""Shows a turn: prefill bar, streamed text, figures. `ds4 run`, `ds4 chat` and `ds4 demo` share it."""
+"""Shows a turn or a compaction: bars, streamed text, figures. `ds4 run`, `chat`, `agent` and `demo` share it."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import signal
 import threading
 import time
@@ -10,11 +11,14 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from ds4 import events as ev
 from ds4.cli.output import Output, Report
 from ds4.errors import Cancelled
-from ds4.events import Prefill, Text, Thinking, TurnEnd
+from ds4.events import Prefill, TurnEnd
 
 SHORT_PREFILL = 64  # tokens; no bar below
+RESULT_LINES = 4  # of a tool's result
+GREY = "bright_black"
 
 
 @contextmanager
@@ -39,44 +43,134 @@ def interruptible(stop: Callable[[], None]) -> Iterator[threading.Event]:
 
 
 def talk(out: Output, events: Generator[Any, None, None], cancel: Callable[[], None]) -> TurnEnd | None:
-    """Shows the events of one turn and returns the last one; None when the turn was cut before it came.
+    """Shows the events of one turn, or of a compaction, and returns the last TurnEnd; None when there was none.
 
-    Ctrl-C calls `cancel` (the session's), which ends the turn; what was generated until then stays. A second Ctrl-C
-    closes the events, should the turn not end by itself.
+    Ctrl-C calls `cancel` (the chat's), which ends the turn; what was generated until then stays. A second Ctrl-C closes
+    the events, should the turn not end by itself.
     """
-    end, first_token = None, 0.0
-    with ExitStack() as bar, interruptible(cancel) as pressed:
-        report: Report | None = None
+    with _Screen(out) as screen, interruptible(cancel) as pressed:
         try:
             for event in events:
-                if isinstance(event, Prefill):
-                    if report is None and (event.total >= SHORT_PREFILL or out.json):
-                        report = bar.enter_context(out.progress("prefill", type="prefill"))
-                    if report is not None:
-                        report(event.done, event.total)
-                    first_token = time.monotonic()
-                    continue
-                bar.close()
-                _show(out, event)
-                if isinstance(event, TurnEnd):
-                    end = event
+                screen.show(event)
         except (Cancelled, KeyboardInterrupt):
             if not pressed.is_set():
                 raise
         finally:
             events.close()
-    out.end_line()
-    if end is not None:
-        out.note(figures(end, time.monotonic() - first_token if first_token else 0))
-    return end
+    return screen.end
 
 
-def _show(out: Output, event: Any) -> None:
-    if isinstance(event, Text):
-        out.stream(event.text)
-    elif isinstance(event, Thinking):
-        out.stream(event.text, style="dim italic")
-    out.event(**(dataclasses.asdict(event) | {"type": event.type}))
+class _Screen:
+    """What is on the screen at present: a bar, a text that grows, or nothing that is open."""
+
+    def __init__(self, out: Output) -> None:
+        self.out = out
+        self.end: TurnEnd | None = None
+        self._open = ExitStack()
+        self._what = ""
+        self._report: Report | None = None
+        self._feed: Callable[[str], None] | None = None
+        self._label = "prefill"
+        self._first_token = 0.0
+
+    def __enter__(self) -> _Screen:
+        return self
+
+    def __exit__(self, *unused: object) -> None:
+        self._close()
+        self.out.end_line()
+        if self.end is not None:
+            decoding = time.monotonic() - self._first_token if self._first_token else 0
+            self.out.note(figures(self.end, decoding))
+
+    def _close(self) -> None:
+        self._open.close()
+        self._what, self._report, self._feed = "", None, None
+
+    def show(self, event: Any) -> None:
+        if isinstance(event, Prefill):
+            self._prefill(event)
+            return
+        if not isinstance(event, ev.Summary) or self._what != "summary":
+            self._close()
+        getattr(self, f"_{event.type}", lambda event: None)(event)
+        self.out.event(**(dataclasses.asdict(event) | {"type": event.type}))
+
+    def _prefill(self, event: Prefill) -> None:
+        if self._what != "bar":
+            self._close()
+            if event.total < SHORT_PREFILL and not self.out.json:
+                return
+            self._what = "bar"
+            self._report = self._open.enter_context(self.out.progress(self._label, type="prefill"))
+        assert self._report is not None
+        self._report(event.done, event.total)
+        self._first_token = time.monotonic()
+
+    def _text(self, event: ev.Text) -> None:
+        self.out.stream(event.text)
+
+    def _thinking(self, event: ev.Thinking) -> None:
+        self.out.stream(event.text, style="dim italic")
+
+    def _tool_call(self, event: ev.ToolCall) -> None:
+        self.out.end_line()
+        arguments = json.dumps(dict(event.arguments), ensure_ascii=False)
+        self.out.line(f"-> {event.name} {_cut(arguments, 200)}", style="cyan")
+
+    def _tool_result(self, event: ev.ToolResult) -> None:
+        lines = event.text.splitlines()
+        for line in lines[:RESULT_LINES]:
+            self.out.line(f"   {_cut(line, 120)}", style="dim")
+        if len(lines) > RESULT_LINES:
+            self.out.line(f"   ... {len(lines) - RESULT_LINES} more lines", style="dim")
+
+    def _notice(self, event: ev.Notice) -> None:
+        self.out.note(event.text)
+
+    def _compaction_started(self, event: ev.CompactionStarted) -> None:
+        self._label = "reading"
+        self.out.end_line()
+        self.out.line(f"COMPACTING {event.bottom} tokens: {event.reason}", style="bold bright_magenta")
+
+    def _summary(self, event: ev.Summary) -> None:
+        if self._feed is None:
+            self._what = "summary"
+            self._feed = self._open.enter_context(self.out.running(GREY))
+        self._feed(event.text)
+
+    def _summary_discarded(self, event: ev.SummaryDiscarded) -> None:
+        self.out.line(f"[not kept: {event.reason}]", style=GREY)
+
+    def _compaction_planned(self, event: ev.CompactionPlanned) -> None:
+        self._label = "rebuilding"
+        self.out.line(
+            f"{event.before} tokens become {event.after}: {event.reused} stay in place, the last {event.tail} are kept "
+            "as they were",
+            style=GREY,
+        )
+
+    def _compaction_done(self, event: ev.CompactionDone) -> None:
+        self._label = "prefill"
+        by = {"model": "", "retry": ", second try", "ledger": ", no summary: the record alone", "agent": ""}
+        self.out.line(
+            f"compacted: {event.before} -> {event.after} tokens, {event.evaluated} evaluated again, {event.pause:.2f} s"
+            + by.get(event.step, ""),
+            style="magenta",
+        )
+
+    def _compaction_failed(self, event: ev.CompactionFailed) -> None:
+        self._label = "prefill"
+        self.out.line(f"not compacted ({event.step}): {event.reason} Nothing has changed.", style="magenta")
+
+    def _turn_end(self, event: TurnEnd) -> None:
+        self.end = event
+
+
+def _cut(text: str, limit: int) -> str:
+    """On one line, at most so many characters."""
+    text = " ".join(text.split()) if "\n" in text else text
+    return text if len(text) <= limit else f"{text[: limit - 3]}..."
 
 
 def figures(end: TurnEnd, decoding: float) -> str:
