@@ -107,13 +107,14 @@ class _Crc:
         self._crc = np.array(0xFFFFFFFF, np.uint32)
 
     def add(self, data: bytes) -> _Crc:
-        # zeros in front leave a checksum that begins at 0 as it is, so a short piece is a block as well
-        block = np.zeros(_LANES * _WIDTH, np.uint8)
+        # zeros in front leave a checksum that begins at 0 as it is, so the strings may be as long as they like
+        levels = max(0, -(-len(data) // _WIDTH) - 1).bit_length()
+        block = np.zeros(_WIDTH << levels, np.uint8)
         block[len(block) - len(data) :] = np.frombuffer(data, np.uint8)
-        lanes = np.zeros(_LANES, np.uint32)
-        for column in block.reshape(_LANES, _WIDTH).T.astype(np.uint32):
+        lanes = np.zeros(1 << levels, np.uint32)
+        for column in block.reshape(1 << levels, _WIDTH).T.astype(np.uint32):
             lanes = _step(lanes, column)
-        for shift in _LEVELS:
+        for shift in _LEVELS[:levels]:
             lanes = shift(lanes[0::2]) ^ lanes[1::2]
         self._crc = _Shift.zeros(len(data))(self._crc) ^ lanes[0]
         return self

@@ -19,6 +19,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import time
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,7 +46,8 @@ from .spill import Spill, folder_name
 
 VERSION = 1
 SNAPSHOT = "kv.ds4"
-_TEMPORARY = re.compile(r"\.log-[0-9]{6,9}-[0-9a-f]{8}\.tmp")
+_COPIES = re.compile(r"\.copies-[0-9a-f]{8}\.tmp")  # says that spill files are copies for a fork that has no log yet
+_TEMPORARY = re.compile(r"\.(?:copies|log-[0-9]{6,9})-[0-9a-f]{8}\.tmp")
 _ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
 _TRIES, _PAUSE = 4, 0.01  # a listing looks at locks for an instant, too
 
@@ -167,14 +169,18 @@ class Store(MemoryStore):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         make_folder(self.path)
         self._take_lock()
-        foreign = [name for name in os.listdir(self.path) if name != "lock" and not _TEMPORARY.fullmatch(name)]
-        if any(LOG.fullmatch(name) for name in foreign):
+        names = os.listdir(self.path)
+        if any(LOG.fullmatch(name) for name in names):
             raise StoreError(f"{self.path} holds a conversation already: open it, or choose another folder.")
-        if foreign and foreign != ["spill"]:  # what a fork that died has left is written again
+        if any(_COPIES.fullmatch(name) for name in names) and "spill" in names:
+            shutil.rmtree(self.path / "spill")
+            names.remove("spill")
+        if any(name != "lock" and not _TEMPORARY.fullmatch(name) for name in names):
             raise StoreError(f"{self.path} is not empty and holds no conversation: choose another folder.")
         os.chmod(self.path, 0o700)
         self._tidy()
         if spill is not None and spill.numbers():
+            write_temporary(self.path, "copies", ())
             spill.copy_to(self.spill.folder)
         lines = []
         for event in events:
@@ -182,9 +188,9 @@ class Store(MemoryStore):
             lines.append(line)
             self._scan.places.append(Place(log_name(1), len(lines), self._sum, len(lines)))
         place(write_temporary(self.path, "log-000001", lines), self.path / log_name(1))
-        self._scan.tail = log_name(1)
-        self._scan.next_file = 2
-        self._count = len(lines)
+        self._scan.tail, self._scan.next_file, self._count = log_name(1), 2, len(lines)
+        with suppress(OSError):
+            self._tidy()
 
     @staticmethod
     def exists(path: str | os.PathLike[str]) -> bool:
@@ -317,7 +323,7 @@ class Store(MemoryStore):
             raise refused
 
     def _tidy(self) -> None:
-        """Removes what a process that died while it made the first log file has left."""
+        """Removes what making the first log file has left, here or in a process that died over it."""
         assert self.path is not None
         for name in os.listdir(self.path):
             if _TEMPORARY.fullmatch(name):

@@ -31,7 +31,9 @@ def spill(tmp_path):
 
 def tree(path):
     """Every file and folder below."""
-    return sorted(os.path.relpath(os.path.join(at, n), path) for at, folders, files in os.walk(path) for n in folders + files)
+    return sorted(
+        os.path.relpath(os.path.join(at, n), path) for at, folders, files in os.walk(path) for n in folders + files
+    )
 
 
 def mode(path):
@@ -45,7 +47,12 @@ def test_folder_and_file_as_the_spec_says(tmp_path):
         name = hashlib.sha256(store.id.encode()).hexdigest()[:12]
         path = tmp_path / "c" / "spill" / f"session-{name}" / "000001.jsonl"
         assert entry.locator == str(path) and path.exists() and store.spill.folder == path.parent
-        assert (mode(path), mode(path.parent), mode(path.parent.parent), mode(tmp_path / "c")) == (0o600, 0o700, 0o700, 0o700)
+        assert (mode(path), mode(path.parent), mode(path.parent.parent), mode(tmp_path / "c")) == (
+            0o600,
+            0o700,
+            0o700,
+            0o700,
+        )
         assert tree(path.parent) == ["000001.jsonl"]
 
 

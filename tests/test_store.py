@@ -10,7 +10,8 @@ import signal
 import stat
 import subprocess
 import sys
-from contextlib import suppress
+import tempfile
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -414,7 +415,9 @@ def test_a_disk_that_is_really_full(small_disk):
     entry = t.store.spill.prepare(t.surface[:1])
     t.append(big, spills=[entry])
     assert t.surface[-1].text == big.text and "No space left" in t.store.failed
-    assert t.store.spill.read(entry.locator)[0]["text"] == "be brief", "its locator stands in the text, so it can be read"
+    assert t.store.spill.read(entry.locator)[0]["text"] == "be brief", (
+        "its locator stands in the text, so it can be read"
+    )
     goes_on(t, small_disk / "c", "No space left")
     t.store.close()
     with Store.open(small_disk / "c") as store:
@@ -448,15 +451,41 @@ def test_a_disk_that_became_read_only(small_disk):
     assert contents(small_disk) == before and conversations.verify(small_disk / "c") == []
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_may_not_be_written(path):
-    state = states(path)[7]
-    os.chmod(path, 0o500), os.chmod(path / LOG, 0o400), os.chmod(path / "lock", 0o400)
-    with Store.open(path) as store:
-        t = Transcript(store)
-        assert state_of(t._state) == state
-        goes_on(t, path, "Permission denied")
-    os.chmod(path, 0o700)
+@contextmanager
+def as_nobody():
+    """Root may write anywhere, so it becomes somebody else for a while."""
+    if os.geteuid():
+        yield
+        return
+    os.setegid(65534), os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0), os.setegid(0)
+
+
+def test_a_folder_that_may_not_be_written():
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own belongs to its user only
+        path = Path(folder, "c")
+        os.chmod(folder, 0o755)
+        with Store.create(path) as store:
+            state = state_of(talk(store)._state)
+        os.chmod(path, 0o555), os.chmod(path / LOG, 0o444), os.chmod(path / "lock", 0o444)
+        os.chmod(folder, 0o555)
+        before = contents(Path(folder))
+        with as_nobody():
+            with Store.open(path) as store:
+                t = Transcript(store)
+                assert state_of(t._state) == state
+                goes_on(t, path, "Permission denied")
+                with pytest.raises(StoreBusy):
+                    Store.open(path)
+            t = talk(Store.create(Path(folder, "new")))
+            goes_on(t, Path(folder, "new"), "Permission denied")
+            with pytest.raises(PermissionError):
+                conversations.delete(path)
+        assert contents(Path(folder)) == before
+        os.chmod(folder, 0o700), os.chmod(path, 0o700)
 
 
 def test_a_file_where_the_folder_should_be(tmp_path):

@@ -186,18 +186,19 @@ def sweep(name):
     """Every step, whole and half, of a scenario; prints how many there were and what was found."""
     prepare, work = SCENARIOS[name]
     states = expected(name)
+    steps = 0
     for half in (False, True):
-        found = []
-        for k in range(1, 500):
+        found, k = [], 0
+        while not half or k < steps:
+            k += 1
             with tempfile.TemporaryDirectory() as folder:
                 prepare(Path(folder))
                 done, ended = killed(Path(folder), work, k, half)
-                if ended and not half:
-                    assert done == len(states)
                 found.append(check(Path(folder, "c"), states, done))
-                if (ended and not half) or (half and k > steps):
-                    break
-        steps = k
+            if ended and not half:
+                assert done == len(states)
+                steps = k
+                break
         print(name, "half" if half else "whole", steps, *sorted(set(found)))
 
 
@@ -223,9 +224,11 @@ def sweep_fork():
         parent, _ = (state_of(t._state) for t in fork(Path(folder)))
         with Store.open(Path(folder, "f")) as store:
             whole = {**state_of(Transcript(store)._state), "origins": None}  # the parent's id is another in each run
-    found = []
+    found, steps = [], 0
     for half in (False, True):
-        for k in range(1, 200):
+        k = 0
+        while not half or k < steps:
+            k += 1
             with tempfile.TemporaryDirectory() as folder:
                 path = Path(folder)
                 forks(path)
@@ -242,12 +245,10 @@ def sweep_fork():
                     assert store.spill.numbers() == [1, 2]
                     assert [store.spill.read(i) for i in (1, 2)] == [other.spill.read(i) for i in (1, 2)]
                 assert conversations.verify(path / "f") == conversations.verify(path / "c") == []
-                assert not [file for file in path.rglob("*.tmp")]
-                if ended and not half:
-                    steps = k
-                    break
-                if half and k > steps:
-                    break
+                assert not list(path.rglob("*.tmp"))
+            if ended and not half:
+                steps = k
+                break
     print("fork", "both", len(found), *sorted(map(str, set(found))))
 
 

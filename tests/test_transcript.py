@@ -19,7 +19,7 @@ from ds4.chat_formats import ToolCall
 from ds4.errors import ArgumentError, FileFormatError
 from ds4.interrupts import uninterrupted
 from ds4.nodes import Node
-from ds4.store import MemoryStore, Store
+from ds4.store import Store
 from ds4.transcript import Held, State, Transcript, fold
 
 
@@ -162,7 +162,9 @@ def test_what_json_cannot_hold_becomes_text_at_once():
     [node] = t.append(answer("\ud800", calls=(ToolCall("\udfffn", arguments, "\ud800i"),), data=arguments))
     assert node.text == "\ufffd" and node.calls[0].name == "\ufffdn" and node.calls[0].id == "\ufffdi"
     kept = node.calls[0].arguments
-    assert kept == node.data and kept["half"] == "\ufffdx" and kept["pair"] == "\U0001f600" and kept["huge"] == str(10**60)
+    assert (
+        kept == node.data and kept["half"] == "\ufffdx" and kept["pair"] == "\U0001f600" and kept["huge"] == str(10**60)
+    )
     assert kept["inf"] == "inf" and kept["nan"] == "nan" and kept["tuple"] == [1, 2] and kept["map"] == {"a": 1}
     assert kept["\ufffd"] == 1 and kept["true"] is True and kept["float"] == 5e-324
     assert fold(t.store.events()).surface == [node]
@@ -324,7 +326,9 @@ NODES = st.builds(
     ids=st.lists(st.integers(0, 300), max_size=4).map(tuple),
     text=st.text(max_size=5),
     kind=st.sampled_from(["", "", "note", "checkpoint"]),
-    data=st.dictionaries(st.text(max_size=2), st.none() | st.floats() | st.integers() | st.text(max_size=3), max_size=2),
+    data=st.dictionaries(
+        st.text(max_size=2), st.none() | st.floats() | st.integers() | st.text(max_size=3), max_size=2
+    ),
 )
 ACTIONS = st.one_of(
     st.tuples(st.just("append"), st.lists(NODES, max_size=3), st.booleans()),
@@ -498,7 +502,14 @@ def test_hostile_events_are_refused_whole(name):
 
 def test_a_log_begins_with_its_conversation():
     events = start()
-    for wrong in ([], {}, {**events[0], "id": 4}, {**events[0], "info": None}, {**events[0], "seq": 2}, {**events[1], "seq": 1}):
+    for wrong in (
+        [],
+        {},
+        {**events[0], "id": 4},
+        {**events[0], "info": None},
+        {**events[0], "seq": 2},
+        {**events[1], "seq": 1},
+    ):
         with pytest.raises(FileFormatError):
             State().apply(wrong if isinstance(wrong, dict) else {})
     assert State().apply_all([events[0], events[2]]) == "the event has the number 3 instead of 2"

@@ -99,7 +99,8 @@ class Output:
     def event(self, type: str, **fields: Any) -> None:
         """One JSON line; nothing in text mode."""
         if self.json:
-            sys.stdout.write(json.dumps({"type": type, **fields}, ensure_ascii=False) + "\n")
+            line = json.dumps({"type": type, **fields}, ensure_ascii=False)
+            sys.stdout.write(_CONTROL.sub(lambda m: f"\\u{ord(m[0]):04x}", line) + "\n")
             sys.stdout.flush()
 
     def stream(self, text: str, style: str = "") -> None:

@@ -6,12 +6,14 @@ import argparse
 import dataclasses
 import sys
 import time
+from collections.abc import Sequence
 
 from ds4 import conversations
 from ds4.cli.options import Subparsers, UsageError, command
 from ds4.cli.output import Output
 from ds4.errors import StoreBusy
 from ds4.memory import size_text
+from ds4.nodes import Node
 from ds4.store import in_use
 
 FIRST_LINE = 100  # characters
@@ -34,10 +36,20 @@ def add(subparsers: Subparsers) -> None:
 
 
 def list_(args: argparse.Namespace, out: Output) -> None:
+    show_conversations(out)
+
+
+def show_conversations(out: Output, here: str = "") -> None:
+    """A table of all; `here`: the id of the one that the user is in."""
     rows = []
     for one in conversations.conversations():
         out.event("session", **{**dataclasses.asdict(one), "path": str(one.path)})
-        marks = [word for word, there in (("in use", one.in_use), ("damaged", one.damage is not None)) if there]
+        states = (
+            ("here", one.id == here),
+            ("in use", one.in_use and one.id != here),
+            ("damaged", one.damage is not None),
+        )
+        marks = [word for word, there in states if there]
         changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.changed))
         snapshot = size_text(one.snapshot_bytes) if one.snapshot_bytes else "-"
         rows.append([one.id, changed, one.nodes, one.tokens, snapshot, ", ".join(marks) or "-", one.title])
@@ -49,27 +61,29 @@ def list_(args: argparse.Namespace, out: Output) -> None:
 
 def show(args: argparse.Namespace, out: Output) -> None:
     one = conversations.read(conversations.find(args.conversation))
-    if args.all:
-        nodes = conversations.history(one)
-    else:
-        nodes = [(node, True) for node in one.state.surface]
+    nodes = conversations.history(one) if args.all else [(node, True) for node in one.state.surface]
+    show_nodes(out, nodes, args.all)
+    if (held := one.state.held) is not None:
+        out.event("held", kind=held.kind, text=held.text)
+        out.note(f"waiting to be appended: a {held.kind} message of {len(held.text)} characters")
+    if one.scan.live is not None:
+        out.note(f"what comes after this cannot be read: {one.scan.live}")
+
+
+def show_nodes(out: Output, nodes: Sequence[tuple[Node, bool]], states: bool) -> None:
+    """A table of nodes, each with whether the model sees it; `states`: that has a column."""
     rows = []
     for node, there in nodes:
         role = f"{node.role} ({node.kind})" if node.kind else node.role
         first = next((line for line in node.text.splitlines() if line.strip()), "")
         first = " ".join([first, *(f"[call {call.name}]" for call in node.calls)]).strip()
         first = first if len(first) <= FIRST_LINE else first[: FIRST_LINE - 3] + "..."
-        rows.append([f"#{node.number}", role, len(node), *(["" if there else "replaced"] if args.all else []), first])
+        rows.append([f"#{node.number}", role, len(node), *(["" if there else "replaced"] if states else []), first])
         out.event(
             "node", number=node.number, role=node.role, kind=node.kind, tokens=len(node), surface=there, text=node.text
         )
-    columns = ["node", "role", "tokens", *(["state"] if args.all else []), "first line"]
+    columns = ["node", "role", "tokens", *(["state"] if states else []), "first line"]
     out.table(columns, rows, right=[0, 2])
-    if (held := one.state.held) is not None:
-        out.event("held", kind=held.kind, text=held.text)
-        out.note(f"waiting to be appended: a {held.kind} message of {len(held.text)} characters")
-    if one.scan.live is not None:
-        out.note(f"what comes after this cannot be read: {one.scan.live}")
 
 
 def delete(args: argparse.Namespace, out: Output) -> int:
