@@ -339,15 +339,6 @@ class Transcript:
         for step in self._state.line():
             if step.surface is None and any(node.human for node in step.nodes):
                 return self.rewind(step.seq)
-        raise ArgumentError("there is no message to answer again.")
-
-    def rewind_to_question(self) -> None:
-        """Back to right behind the last human message. Raises ArgumentError when there is none."""
-        for step in self._state.line():
-            if step.surface is None and any(node.human for node in step.nodes):
-                if step is not next(self._state.line()):
-                    self._do("rewind", {"to": step.seq})
-                return
         raise ArgumentError("there is no answer to try again; ask something first.")
 
     def rewind(self, seq: int) -> None:

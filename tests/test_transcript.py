@@ -279,7 +279,7 @@ def test_rewind_to_the_answer():
     t.rewind_to_answer()
     assert texts(t.surface) == ["be brief", "one", "first", "two"]
     t.rewind(2)
-    with pytest.raises(ArgumentError, match="no message to answer"):
+    with pytest.raises(ArgumentError, match="no answer to try again"):
         t.rewind_to_answer()
 
 
