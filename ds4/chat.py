@@ -111,7 +111,7 @@ class Chat:
             )
         model = models.describe(engine.model)
         self.engine = engine
-        self.format: ChatFormat = chat_formats.get(name, engine.tokenizer)
+        self.format: ChatFormat = chat_formats.get(name, engine.tokenizer, engine.checkpoint)
         self.sampling = sampling or Sampling(**(model.defaults if model is not None else {}))
         self.max_tokens = max_tokens
         head = self.format.begin()
@@ -221,12 +221,13 @@ class Chat:
         finish, reused = "cancelled", 0
         try:
             reused = yield from self._prefill(before, prompt)
-            finish = yield from self._generate(sampling, answer)
+            finish = yield from self._generate(sampling, prefix, answer)
         except Cancelled:
             pass
         finally:
             if answer:  # else the question waits for an answer: retry gives one
-                self._nodes.append(_Node("assistant", tuple(prefix + answer + self.format.end_turn(answer))))
+                whole = prefix + answer
+                self._nodes.append(_Node("assistant", tuple(whole + self.format.end_turn(whole))))
         yield TurnEnd(finish, len(prompt), reused, len(answer), time.perf_counter() - start)
 
     def _prefill(self, before: list[int], prompt: list[int]) -> Generator[Event, None, int]:
@@ -247,14 +248,15 @@ class Chat:
                 raise Cancelled("the turn was cancelled while its prompt was evaluated.")
         return max(0, len(prompt) - evaluated)
 
-    def _generate(self, sampling: Sampling, answer: list[int]) -> Generator[Event, None, str]:
-        """Streams the answer; `answer` grows with every token that is in the session."""
+    def _generate(self, sampling: Sampling, prefix: list[int], answer: list[int]) -> Generator[Event, None, str]:
+        """Streams the answer; `answer` grows with every token that is in the session. `prefix` may open a thinking
+        block."""
         thinking = {
             boundary.id: "</" not in boundary.text
             for boundary in self.format.boundaries
             if boundary.kind == "think" and boundary.id is not None
         }
-        inside = False
+        inside = next((thinking[i] for i in reversed(prefix) if i in thinking), False)
         start = self.session.pos
         finish = "cancelled"
         try:
