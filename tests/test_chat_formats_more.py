@@ -62,6 +62,14 @@ def test_llama_conversation():
     assert ids + LLAMA.generation_prefix() == LLAMA.tokenizer.encode(text, special=True)
 
 
+@pytest.mark.parametrize("texts", [("one",), ("", "<|eot_id|>"), ("1", "2", "3", "4")])
+def test_llama_results_are_a_turn_each(texts):
+    pieces = [LLAMA.render_result(text, i, len(texts)) for i, text in enumerate(texts)]
+    assert sum(pieces, []) == LLAMA.render(Message("tool", texts))
+    with pytest.raises(ArgumentError, match="no role 'tool'"):
+        GEMMA.render_result("x")
+
+
 def test_llama_ends_and_boundaries():
     control = LLAMA.tokenizer.control
     assert LLAMA.stop_ids == {control[t] for t in ("<|end_of_text|>", "<|eot_id|>", "<|eom_id|>")}

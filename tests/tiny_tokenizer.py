@@ -19,6 +19,10 @@ MERGES = [
     "us e", "use r", "< |", "| >", "i m", "_ e", "n d", "Ġ a", "â Ĥ", "âĤ ¬", "ð Ł", "ðŁ ĺ",
 ]  # fmt: skip
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+DEEPSEEK = [
+    "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>", "｜DSML｜",
+    "<｜latest_reminder｜>",
+]  # fmt: skip
 QWEN = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
 
 

@@ -8,11 +8,15 @@ system text, also where a model's own template has one.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ds4.errors import ArgumentError, UnsupportedError
 from ds4.tokenizer.base import Tokenizer
+
+if TYPE_CHECKING:
+    from ds4.files.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -72,19 +76,22 @@ class ChatFormat:
     """A chat format for one tokenizer; a subclass fills it.
 
     `roles` that it has; `alternating`: user and assistant turns must alternate; `tools`: it has a way to call tools;
-    `thinking`: the model has thinking blocks; `writes_thinking`: a message may have one; `stop_ids` end an assistant
-    turn; `boundaries` as `Boundary` says. Without the role "system" its text belongs to the head of the first user
-    message: see `first_user`.
+    `thinking`: the model has thinking blocks; `writes_thinking`: a message may have one; `efforts`: names of the
+    efforts of reasoning that `begin` can ask for; `stop_ids` end an assistant turn; `boundaries` as `Boundary` says.
+    Without the role "system" its text belongs to the head of the first user message: see `first_user`.
     """
 
     name: str
     needs: tuple[str, ...]
     """Control tokens without which the format cannot be used; a template that names all of them is of this format."""
+    architectures: frozenset[str] = frozenset()
+    """Models that come without a template: they are of this format, and no others are."""
     roles: frozenset[str]
     alternating = False
     tools = False
     thinking = False
     writes_thinking = False
+    efforts: tuple[str, ...] = ()
     stop_ids: frozenset[int]
     boundaries: tuple[Boundary, ...]
 
@@ -98,8 +105,18 @@ class ChatFormat:
             )
         self.tokenizer = tokenizer
 
-    def begin(self) -> list[int]:
-        """The ids that begin a conversation: BOS where the model wants it, else none."""
+    @classmethod
+    def open(cls, tokenizer: Tokenizer, checkpoint: Checkpoint | None) -> ChatFormat:
+        """The format with the texts that the checkpoint brings for it, where it brings any."""
+        return cls(tokenizer)
+
+    def begin(self, effort: str | None = None) -> list[int]:
+        """The ids that begin a conversation: BOS where the model wants it, and what asks for an effort of reasoning.
+
+        Raises ArgumentError when the format does not have that effort.
+        """
+        if effort is not None:
+            raise ArgumentError(f"the chat format {self.name} has no efforts of reasoning; leave `effort` out.")
         bos = self.tokenizer.bos_id
         return [bos] if self.tokenizer.add_bos and bos is not None else []
 
@@ -128,7 +145,8 @@ class ChatFormat:
         return self.generation_prefix()
 
     def end_turn(self, sampled: list[int]) -> list[int]:
-        """What must follow the sampled ids of an assistant turn so that the next message can come, however it ended."""
+        """What must follow the ids of an assistant turn so that the next message can come, however it ended. With the
+        generation prefix in front of the sampled ids a thinking block that it has opened is closed, too."""
         raise NotImplementedError
 
     def parse(self, text: str, thinking: bool = False) -> Parsed:
@@ -137,6 +155,11 @@ class ChatFormat:
         `thinking`: the generation prefix has left a thinking block open.
         """
         raise NotImplementedError
+
+    def parse_ids(self, ids: Sequence[int], thinking: bool = False) -> Parsed:
+        """Reads the sampled ids of an assistant turn. Where a format can, it tells control tokens from text that only
+        spells them."""
+        return self.parse(self.tokenizer.decode(ids), thinking)
 
     def check(self, message: Message) -> None:
         """Raises ArgumentError when the format cannot render the message."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -75,8 +76,8 @@ def call_of(value: Any) -> ToolCall | str:
     arguments = value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
         try:
-            arguments = _DECODER.decode(arguments)
-        except (ValueError, RecursionError):
+            arguments = json_value(arguments)
+        except ValueError:
             return 'has "arguments" that are no JSON'
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
@@ -84,12 +85,19 @@ def call_of(value: Any) -> ToolCall | str:
     return ToolCall(characters(value["name"]), _without_surrogates(arguments))
 
 
-def _without_surrogates(arguments: dict[str, Any]) -> dict[str, Any]:
+def json_value(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError when it is none."""
+    try:
+        return _without_surrogates(_DECODER.decode(text))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def _without_surrogates(value: Any) -> Any:
     """\\ud800 alone is legal in JSON and no character: no file or terminal would take it."""
-    spelled = json.dumps(arguments, ensure_ascii=False)
+    spelled = json.dumps(value, ensure_ascii=False)
     clean = characters(spelled)
-    found: dict[str, Any] = arguments if clean == spelled else json.loads(clean)
-    return found
+    return value if clean == spelled else json.loads(clean)
 
 
 def _end_of_filler(text: str, pos: int) -> int:
@@ -101,8 +109,13 @@ def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is no JSON")
 
 
+def _finite(digits: str) -> float:
+    number = float(digits)
+    return number if math.isfinite(number) else _refuse(digits)
+
+
 # strict=False: small models break lines inside strings
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
+_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse, parse_float=_finite)
 
 
 def json_text(value: object) -> str:
