@@ -105,7 +105,7 @@ class Writer:
         format = self.format
         prefix = format.generation_prefix(thinking)
         said = list(ids[:-1] if ids and ids[-1] in format.stop_ids else ids)
-        parsed = format.parse(format.tokenizer.decode(said), self.thinks(prefix))
+        parsed = format.parse_ids(said, self.thinks(prefix))
         # the end depends on what the prefix has left open
         whole = (*prefix, *ids, *format.end_turn([*prefix, *ids]))
         return Node("assistant", whole, parsed.content, thinking=parsed.thinking, calls=tuple(calls), finish=finish)
