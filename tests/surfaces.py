@@ -94,7 +94,10 @@ def surfaces(
         human(draw(st.sampled_from(["", "", "", "", "note", "checkpoint"])))
         for _ in range(draw(st.integers(0, 2)) if writer.format.tools else 0):
             n = draw(st.integers(1, 3))
-            calls = [ToolCall("read", {"path": f"src/{i}.c", "start": i}, f"c{i}") for i, _ in zip(ids, range(n), strict=False)]
+            calls = [
+                ToolCall("read", {"path": f"src/{i}.c", "start": i}, f"c{i}")
+                for i, _ in zip(ids, range(n), strict=False)
+            ]
             assistant(calls)
             for index, call in enumerate(calls):
                 fate = draw(st.sampled_from(["", "", "", "", "", "aborted", "said", "orphan"])) if broken else ""

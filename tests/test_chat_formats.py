@@ -231,6 +231,7 @@ def test_stop_ids_and_boundaries():
     assert set(SMOL.boundaries) == {
         Boundary("end", "<|endoftext|>", 0), Boundary("end", "<|im_end|>", 2), Boundary("role", "<|im_start|>", 1),
         Boundary("think", "<think>"), Boundary("think", "</think>"), Boundary("tool", "<tool_call>"),
+        Boundary("role", "<tool_response>"),
     }  # fmt: skip
     by_text = {boundary.text: boundary.id for boundary in QWEN3.boundaries}
     assert by_text == {text: TOKENS.control[text] for text in (*CHATML, "<think>", "</think>", "<tool_call>")}

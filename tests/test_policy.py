@@ -100,7 +100,7 @@ def test_a_summary_has_room_from_2048_on(name):
         ({"background": 1}, "background is 1; give True or False"),
         ({"background": None}, "background is None"),
         ({"summary_penalty": "yes"}, "summary_penalty is 'yes'"),
-        ({"request": "long"}, "request is 'long'; give \"full\" or \"short\""),
+        ({"request": "long"}, 'request is \'long\'; give "full" or "short"'),
         ({"summary_max": 100}, "summary_min_room 256 is more than summary_max 100"),
         ({"tail_fraction": 0.9}, "tail_fraction 0.9 is not below soft_fraction 0.85"),
     ],

@@ -256,7 +256,10 @@ def test_a_larger_node_stays_as_a_preview():
     assert (short.result_of, short.index, short.count) == ("c1", 0, 1) and len(short) <= 400
     assert "/spill/7.jsonl" in short.text and short.data["spill"] == "/spill/7.jsonl"
     assert found.previews == ((short, nodes[2]),)
-    assert CHATML.format.tokenizer.decode(short.ids) == f"<|im_start|>user\n<tool_response>\n{short.text}\n</tool_response><|im_end|>\n"
+    assert (
+        CHATML.format.tokenizer.decode(short.ids)
+        == f"<|im_start|>user\n<tool_response>\n{short.text}\n</tool_response><|im_end|>\n"
+    )
 
 
 def test_L25_a_call_with_huge_arguments_stays_as_a_preview():
@@ -264,13 +267,16 @@ def test_L25_a_call_with_huge_arguments_stays_as_a_preview():
     huge = {"path": "a.txt", "text": "line\n" * 200_000, "lines": list(range(100_000)), "n": 3}
     nodes = [CHATML.user("go", first=True), CHATML.assistant("I write it.", [ToolCall("write", huge, "c1")])]
     nodes = numbered([*nodes, CHATML.result("c1", "written")], 2)
-    for waiting, given in (((), nodes), (("c1",), nodes[:2])):
-        found = keep(given, CHATML, limits(300), waiting)
-        assert numbers(found.nodes) == numbers(given)
+    for waiting, above in (((), nodes), (("c1",), nodes[:2])):
+        found = keep(above, CHATML, limits(300), waiting)
+        assert numbers(found.nodes) == numbers(above)
         call = found.nodes[1].calls[0]
         assert (call.id, call.name, call.arguments["path"], call.arguments["n"]) == ("c1", "write", "a.txt", 3)
         assert "left out" in call.arguments["text"] and len(found.nodes[1]) <= 600
-        assert CHATML.format.parse(CHATML.format.tokenizer.decode(found.nodes[1].ids[:-2])).tool_calls[0].arguments == call.arguments
+        assert (
+            CHATML.format.parse(CHATML.format.tokenizer.decode(found.nodes[1].ids[:-2])).tool_calls[0].arguments
+            == call.arguments
+        )
 
 
 def test_a_unit_of_very_many_results_goes():

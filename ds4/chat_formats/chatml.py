@@ -39,6 +39,7 @@ class ChatML(ChatFormat):
             Boundary("role", str(START), control[START]),
             *(Boundary("think", str(tag), control.get(tag)) for tag in (THINK, THOUGHT)),
             Boundary("tool", str(CALL), control.get(CALL)),
+            Boundary("role", str(RESULT), control.get(RESULT)),  # a model that goes on as if it were the tool
         )
 
     def render(self, message: Message, after: str | None = None) -> list[int]:

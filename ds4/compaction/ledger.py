@@ -17,6 +17,7 @@ from ..tokenizer.base import Tokenizer, characters
 from . import prompts
 
 HUMAN_TOKENS = 256  # of one human message
+LEAST_QUOTE = 6  # tokens that its line has at least
 MAX_VALUE = 240  # characters of a path, a command, an URL
 MAX_PLACE = 4096  # of a place in the spill, which is of no use without its middle
 MAX_TEXT = 16_384  # of an entry that is read back
@@ -67,16 +68,20 @@ def collect(
     found = list(carried)
     nodes = list(nodes)
     results = {node.result_of: node for node in nodes if node.role == "tool"}
+    said = [node for node in nodes if node.human and node.text.strip()]
+    quoted = {id(node) for node in (*said[:1], *said[-(human_tokens // LEAST_QUOTE + 1) :])}  # no more could be kept
     for node in nodes:
         if node.kind == "checkpoint":
             found += from_json(node.data.get("ledger"))
             found.append(Entry("checkpoint", one_line(node.data.get("number", "?")), node.number))
         found += [Entry("spill", one_line(place, MAX_PLACE), node.number) for place in _spills(node.data)]
-        if node.human and node.text.strip():
+        if id(node) in quoted:
             found.append(Entry("human", _quoted(tokenizer, node, min(HUMAN_TOKENS, human_tokens)), node.number))
         for call in node.calls:
             found += _of_call(call, results.get(call.id), node.number)
-    newest = {(entry.kind, entry.text, entry.node * (entry.kind == "human")): entry for entry in reversed(found)}
+    newest: dict[tuple[str, str, int], Entry] = {}
+    for entry in reversed(found):
+        newest.setdefault((entry.kind, entry.text, entry.node if entry.kind == "human" else 0), entry)
     return list(reversed(newest.values()))
 
 

@@ -26,7 +26,7 @@ class Plan:
     @property
     def archived(self) -> tuple[Node, ...]:
         """The nodes that belong into the spill: the replaced ones, and previewed ones in their whole form."""
-        return tuple(sorted((*self.replaced, *(node for node, _ in self.spills)), key=lambda node: node.number))
+        return (*self.replaced, *(node for node, _ in self.spills))
 
     @property
     def size(self) -> int:

@@ -18,22 +18,19 @@ _LINE_START = r"(?:^|(?<=[\n\r\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029]))"
 _MARKER = re.compile(_LINE_START + r"(?==== (?:end of )?checkpoint \d)")
 
 _FULL = """\
-This is internal housekeeping, not the user. The conversation so far is about to be replaced by what you write now. \
-Write a lasting summary of the state of the task, with only what is needed to continue it:
+This is internal housekeeping, not the user. What you write now takes the place of the conversation so far. Write a \
+lasting summary of the state of the task, only what is needed to continue it:
 - what the user wants, and every condition the user set;
-- which files were looked at or changed;
-- which commands ran, and the results that matter;
-- what was decided, what was rejected, which bugs are known;
-- which steps come next: note them down, do not carry them out.
-Name bulky material by its path and range instead of copying it, for it can be read again; quote a file only where a \
-conclusion rests on its words. Invent nothing. Call no tool, do not think aloud, use no markup. Write at most {words} \
-words, and stop when the summary is complete."""
+- files looked at or changed;
+- commands run, and results that matter;
+- decisions, rejected approaches, known bugs;
+- next steps, to be noted down and not carried out.
+Name bulky material by path and range, for it can be read again; quote a file only where a conclusion rests on its \
+words. Invent nothing. No tool call, no thinking, no markup. At most {words} words, then stop."""
 _FULL_UPDATE = """
-The summary of what came before is given here to be brought up to date: write one summary that takes its place.
+The summary of what came before, to be brought up to date: write one that takes its place.
 {update}"""
-_FULL_EARLIER = """
-Checkpoint {number} above is the summary of what came before: bring it up to date, write one summary that takes its \
-place."""
+_FULL_EARLIER = "\nBring the summary in checkpoint {number} above up to date: write one that takes its place."
 _SHORT = (  # one sentence, at most 60 tokens: small models copy lists and loop on headings, a sentence they answer
     "Internal note, not the user: before the context is cut, write down in at most {words} words what the user wants, "
     "what you have read and done, what you found, and which step comes next."
@@ -54,7 +51,7 @@ def request(form: str, reason: str, words: int, update: str | None = None, earli
         text += (_FULL_UPDATE if full else _SHORT_UPDATE).format(update=update.strip())
     elif earlier:
         text += (_FULL_EARLIER if full else _SHORT_EARLIER).format(number=earlier)
-    return f"{text}\nReason: {' '.join(reason.split())}"
+    return f"{text}\nReason: {' '.join(reason.split()).rstrip('.')}."
 
 
 def checkpoint_text(number: int, summary: str, ledger: str = "") -> str:

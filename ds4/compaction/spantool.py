@@ -134,6 +134,12 @@ class Drafts:
         self.texts[number] = summary
         return number
 
+    def restore(self, words: str, summary: str) -> None:
+        """Takes back what `words` stand for in an earlier call, if they name a draft that is not kept any more."""
+        match = _DRAFT.fullmatch(normalise(words))
+        if match is not None:
+            self.texts.setdefault(int(match[1]), summary)
+
     def text(self, summary: str) -> str:
         """The summary that is meant: itself, or the draft that it names. Raises ArgumentError for a draft that there is
         not, and for the words that stand in for a summary in an earlier call."""

@@ -89,10 +89,8 @@ def units(nodes: Sequence[Node], waiting: Collection[str] = ()) -> list[Unit]:
     i = 0
     while i < len(nodes):
         stop = j = i
-        while j <= max(stop, end[j]) and j < len(nodes):  # units that overlap are one
+        while j <= stop:  # units that overlap are one
             stop, j = max(stop, end[j]), j + 1
-            if j > stop:
-                break
         inside = range(i, stop + 1)
         some_broken, some_wait = not broken.isdisjoint(inside), not waits.isdisjoint(inside)
         if some_broken and some_wait:  # only the waiting calls with their results can stay

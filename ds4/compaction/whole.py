@@ -73,8 +73,8 @@ def acceptance(
 def nothing_to_compact(
     surface: Sequence[Node], writer: Writer, limits: Limits, waiting: Collection[str] = ()
 ) -> Refusal | None:
-    """Says, before the model is asked, that there is nothing to compact: all stays anyway, or is so little that not even
-    a checkpoint without a summary would be smaller."""
+    """Says, before the model is asked, that there is nothing to compact: all stays anyway, or is so little that not
+    even a checkpoint without a summary would be smaller."""
     plan = plan_whole(surface, writer, limits, "", number=1, waiting=waiting)
     if isinstance(plan, Refusal) and plan.kind == "shrink" and size_of(surface) <= limits.landing:
         return Refusal("nothing", f"nothing to compact: {plan.reason}")
@@ -111,22 +111,21 @@ def plan_whole(
         checkpoint = _checkpoint(gone, writer, limits, summary, number, locator)
         arranged = writer.arrange([*opening, checkpoint, *kept.nodes])
         excess = size_of(arranged) - limits.landing
-        if excess <= 0:
-            break
-        shorter = kept.without(excess)
+        shorter = kept.without(excess) if excess > 0 else None
         if shorter is None:
-            return Refusal(
-                "landing",
-                f"the context would have {size_of(arranged)} tokens even without its end, but {limits.landing} are the "
-                f"most that a compaction may leave (soft trigger {limits.soft} - a tenth of ctx)",
-            )
+            break
         kept = shorter
-    freed = sum(own_size(node, writer) for node in gone) + sum(
-        len(whole) - len(short) for short, whole in kept.previews
-    )
-    size = len(checkpoint)
-    if size >= freed or size_of(arranged) >= before:
+    size, after = len(checkpoint), size_of(arranged)
+    freed = sum(own_size(node, writer) for node in gone)
+    freed += sum(own_size(whole, writer) - own_size(short, writer) for short, whole in kept.previews)
+    if size >= freed or after >= before:
         return Refusal("shrink", f"the checkpoint has {size} tokens and would stand for {freed}: it must be smaller")
+    if excess > 0:
+        return Refusal(
+            "landing",
+            f"the context would have {after} tokens even without its end, but {limits.landing} are the most that a "
+            f"compaction may leave (soft trigger {limits.soft} - a tenth of ctx)",
+        )
     start = next(i for i, node in enumerate(arranged) if node.kind == "checkpoint")
     return Plan(
         tuple(arranged),
