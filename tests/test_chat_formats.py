@@ -234,7 +234,8 @@ def test_stop_ids_and_boundaries():
         Boundary("role", "<tool_response>"),
     }  # fmt: skip
     by_text = {boundary.text: boundary.id for boundary in QWEN3.boundaries}
-    assert by_text == {text: TOKENS.control[text] for text in (*CHATML, "<think>", "</think>", "<tool_call>")}
+    tags = ("<think>", "</think>", "<tool_call>", "<tool_response>")
+    assert by_text == {text: TOKENS.control[text] for text in (*CHATML, *tags)}
 
 
 # ---- reading a turn ----
