@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from ds4 import cli, models
-from ds4.cli import chat as chat_command
 from ds4.cli import models as models_command
+from ds4.cli import turns
 from ds4.cli.output import Output, printable
 from ds4.cli.talk import interruptible
 from ds4.errors import PoolFull
@@ -69,7 +69,7 @@ def events(text):
 def test_help_lists_every_command(capsys):
     assert cli.main(["--help"]) == 0
     out = capsys.readouterr().out
-    for name in ("run", "chat", "tokenize", "inspect", "pull", "models", "demo"):
+    for name in ("run", "chat", "agent", "tokenize", "inspect", "pull", "models", "demo"):
         assert re.search(rf"^ +{name} ", out, re.M)
         assert cli.main([name, "--help"]) == 0
         assert "--json" in capsys.readouterr().out
@@ -301,7 +301,7 @@ def typed(keys):
 
     with create_pipe_input() as pipe:
         pipe.send_text(keys)
-        return chat_command.prompt_session(input=pipe, output=DummyOutput()).prompt("> ")
+        return turns.prompt_session(input=pipe, output=DummyOutput()).prompt("> ")
 
 
 def test_the_prompt(home):
@@ -318,7 +318,7 @@ def test_the_prompt(home):
 
 def test_lines_from_a_pipe(monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo \\\nmore\n\nlast\\"))
-    assert list(chat_command._lines()) == ["one", "two \nmore", "", "last\n"]
+    assert list(turns.lines()) == ["one", "two \nmore", "", "last\n"]
 
 
 def test_threads_do_not_hear_signals():

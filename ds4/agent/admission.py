@@ -1,5 +1,6 @@
-"""How a tool's result comes into the context: as it is, else as a preview with the whole text in the spill, else as an
-error text. The tool has run already, so nothing of its result is dropped without a trace."""
+"""How a tool's result comes into the context: as it is, else behind a compaction, else as a preview with the whole text
+in the spill, else as an error text. The tool has run already, so its result is in the slot until it has found a place:
+nothing of it is lost."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ds4.compaction import prompts
-from ds4.errors import ContextFull
+from ds4.errors import Cancelled, ContextFull
 from ds4.events import Event, Notice
 from ds4.nodes import Node
 from ds4.spill import Entry
@@ -20,47 +21,66 @@ if TYPE_CHECKING:
 LEAST_PREVIEW = 16  # tokens
 
 
-def written(chat: Chat, held: Held) -> Node:
-    """The node of a result."""
-    return chat.writer.result(held.call, held.text, held.index, held.count)
+def append_whole(chat: Chat, held: Held) -> bool:
+    """Appends a result as it is, and empties the slot if it was there; False when it does not fit."""
+    node = _written(chat, held)
+    fits = chat.fits(len(node))
+    if fits:
+        chat.transcript.append(node, release=_in_slot(chat, held))
+    return fits
 
 
-def admit_result(chat: Chat, held: Held) -> Generator[Event, None, None]:
-    """Appends a result in the largest form that fits, and empties the slot. Raises ContextFull when not even an error
-    text fits: the result then stays in the slot."""
-    transcript, live = chat.live.transcript, chat.live
-    node, spills = written(chat, held), []
+def admit(chat: Chat, held: Held) -> Generator[Event, None, None]:
+    """Appends a result in the largest form that fits, behind a compaction if that helps. Raises Cancelled when the user
+    ends that, and ContextFull when not even an error text fits: the result then waits in the slot."""
+    if append_whole(chat, held):
+        return
+    if not _in_slot(chat, held):
+        chat.transcript.hold(held)
+    outcome = yield from chat.compact_now("a tool result does not fit", automatic=True)
+    if outcome.state == "cancelled" or chat.cancelled.is_set():
+        raise Cancelled("the compaction that a tool result needs was cancelled; the result waits.")
+    if append_whole(chat, held):
+        return
+    used, ctx, limits = chat.live.used, chat.live.ctx, chat.live.limits
+    whole = _written(chat, held)
+    text, entry = _preview(chat, whole)
+    place = {"spill": entry.locator} if entry is not None else {}  # the ledger of later checkpoints names it
+    node, form = _written(chat, replace(held, text=text), **place), "its two ends"
     if not chat.fits(len(node)):
-        text, entry = _preview(chat, node)
-        spills = [entry] if entry is not None else []
-        node = written(chat, replace(held, text=text))
-        where = entry.locator if entry is not None else "no place, for the spill cannot be written"
-        yield Notice(f"a result is too large for the context and is kept in {where}; the model sees its two ends.")
-    if not chat.fits(len(node)):
-        reserve = live.limits.reserve if live.limits is not None else 1
-        projected = live.used + len(node)
-        node = written(chat, replace(held, text=prompts.result_too_large(projected, live.ctx, reserve)))
-        fits = live.limits.fits_error(live.used, len(node)) if live.limits is not None else chat.fits(len(node))
-        if not fits:
-            for entry in spills:
+        text = prompts.result_too_large(used + len(whole), ctx, chat.reserve)
+        node, form = _written(chat, replace(held, text=text), **place), "that it does not fit"
+        if not (limits.fits_error(used, len(node)) if limits is not None else chat.fits(len(node))):
+            if entry is not None:
                 entry.discard()
             error = ContextFull(
-                f"the result of a tool does not fit, nor does a text that says so: {live.used} tokens are used of ctx "
-                f"{live.ctx}. It is kept: undo a turn, compact, or use a larger ctx."
+                f"the result of a tool has {len(whole)} tokens and does not fit, nor does a text that says so: {used} "
+                f"tokens are used of ctx {ctx}. It is kept: undo a turn, compact, or use a larger ctx."
             )
-            error.wanted, error.ctx = projected, live.ctx
+            error.wanted, error.ctx = used + len(whole), ctx
             raise error
-    transcript.append(node, release=True, spills=spills)
+    chat.transcript.append(node, release=True, spills=[entry] if entry is not None else [])
+    where = entry.locator if entry is not None else "the log of the conversation, for the spill cannot be written"
+    yield Notice(f"a tool result is too large for the context: the model sees {form}, the whole is in {where}.")
+
+
+def _written(chat: Chat, held: Held, **data: str) -> Node:
+    return chat.writer.result(held.call, held.text, held.index, held.count, **data)
+
+
+def _in_slot(chat: Chat, held: Held) -> bool:
+    slot = chat.transcript.held
+    return slot is not None and slot.kind == "tool" and slot.call == held.call
 
 
 def _preview(chat: Chat, node: Node) -> tuple[str, Entry | None]:
-    """Head and tail of a result, and the entry of the spill that holds all of it."""
+    """Head and tail of a result, and the entry of the spill that holds all of it: None where it cannot be written."""
     live = chat.live
     try:
         entry = live.transcript.store.spill.prepare([node])
     except OSError:
         entry = None
-    free = live.ctx - live.used - (live.limits.reserve if live.limits is not None else 1)
+    free = live.ctx - live.used - chat.reserve
     tokens = max(LEAST_PREVIEW, min(free // 2, live.limits.tail if live.limits is not None else free // 2))
     locator = entry.locator if entry is not None else None
     text = prompts.preview(chat.format.tokenizer, node.text, tokens, 0, locator)

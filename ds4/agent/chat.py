@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from ds4.sampling import Sampling
 from ds4.store import MemoryStore, Store, log_files
 from ds4.transcript import Held, Transcript
 
-from .admission import admit_result
+from .admission import admit, append_whole
 from .spans import Spans
 from .tools import Result, Tool, Toolbox
 from .turn import Turn
@@ -41,6 +41,7 @@ from .turn import Turn
 RETRY_TEMPERATURE = 0.8  # a greedy answer would only come again
 LOST = "the turn was cut before the result came; call the tool again if it is still needed."
 REFUSED = "the user does not allow this call; ask what to do instead, or go on without it."
+NOBODY = "this call needs the user's permission, and nobody is there to be asked: it was not run. Go on without it."
 
 
 def default_format(engine: Engine) -> str | None:
@@ -64,7 +65,9 @@ class Chat:
     None = everything in memory. `thinking`: whether a model with thinking blocks may open one. `drop_thinking`:
     thinking leaves the context when the next message arrives. `span_tools`: the model gets `context_compact` and
     `expand`. `notes`: gives texts about what is alive outside of the conversation, which are restated after a
-    compaction. `auto_archive`: what a compaction replaces goes to the spill. `volume_nudge_tokens`: the growth after which a model with span tools is reminded of them, 0 = never.
+    compaction. `auto_archive`: what a compaction replaces goes to the spill. `volume_nudge_tokens`: the growth after
+    which a model with span tools is reminded of them, 0 = never. `about`: JSON that the first event of a new store
+    keeps for the program, see `transcript.info["about"]`.
 
     Raises ArgumentError (among others: no chat format is known for the model, or ctx is too small for the policy; the
     text has the numbers), UnsupportedError, ContextFull, StoreBusy.
@@ -89,6 +92,7 @@ class Chat:
         notes: Callable[[], Sequence[str]] = list,
         auto_archive: bool = True,
         volume_nudge_tokens: int = 50_000,
+        about: Mapping[str, Any] | None = None,
     ) -> None:
         if engine.tokenizer is None:
             raise UnsupportedError(f"{engine.model} has no tokenizer, so it takes token ids only; use Engine.session.")
@@ -102,6 +106,7 @@ class Chat:
         self.queued: deque[str] = deque()
         """Messages that come in at the next safe point of the turn in progress, or with the next one."""
         self.forced: deque[list[int]] = deque()
+        self.about = dict(about or {})
         self.cancelled = threading.Event()
         self._busy = threading.Lock()
         self._set_up(ctx, system, schemas, chat_format, policy, store, notes)
@@ -117,15 +122,24 @@ class Chat:
         notes: Callable[[], Sequence[str]],
     ) -> None:
         engine = self.engine
+        names = [schema["name"] for schema in schemas]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ArgumentError(f"{twice[0]} is a tool of the chat itself (span_tools=True); give yours another name=.")
         name = chat_format or default_format(engine)
         if name is None:
             known = ", ".join(chat_formats.names())
             raise ArgumentError(
                 f"{engine.model} does not say how messages are written; give chat_format=, one of: {known}."
             )
-        self.format: ChatFormat = chat_formats.get(name, engine.tokenizer)  # type: ignore[arg-type]
+        self.format: ChatFormat = chat_formats.get(name, engine.tokenizer, engine.checkpoint)  # type: ignore[arg-type]
         self.writer = Writer(self.format, system, schemas)
-        transcript = self._open(store, {"chat_format": name, "system": system or "", "tools": list(schemas)})
+        info = {
+            "chat_format": name,
+            "system": system or "",
+            "tools": list(schemas),
+            "tokenizer": engine.tokenizer.fingerprint().hex(),  # type: ignore[union-attr]
+        }
+        transcript = self._open(store, info)
         try:
             session = self._session(transcript, ctx)
         except BaseException:
@@ -142,6 +156,7 @@ class Chat:
             if not transcript.surface:
                 transcript.append(*self.writer.opening())
             self._fit(max(transcript.size, size_of(self.writer.opening()) + len(self.writer.head_ids())))
+            self.spans.opened()
         except BaseException:
             session.close()
             transcript.store.close()
@@ -152,7 +167,10 @@ class Chat:
         not what this chat has: the ids of its system prompt are part of it."""
         if path is None:
             return Transcript(MemoryStore())
-        store = Store.open(path) if log_files(Path(path)) else Store.create(path, {"model": self.engine.model, **info})
+        if log_files(Path(path)):
+            store = Store.open(path)
+        else:
+            store = Store.create(path, {"model": self.engine.model, "about": self.about, **info})
         try:
             transcript = Transcript.open(store)
             for key, value in info.items():
@@ -188,22 +206,26 @@ class Chat:
     def send(self, text: str) -> Generator[Event, None, None]:
         """The events of a turn. Nothing happens until the first one is read; closing it early cancels, and the turn
         is kept as it was cut. Raises ContextFull when the message does not fit, not even after a compaction: the
-        conversation is then as it was, and the text waits in `held`."""
+        conversation is then as it was, and the text waits in `held` until the next message takes its place there. The
+        same holds for a message whose compaction is cancelled."""
         with self._alone():
             turn = Turn(self, self.sampling)
             try:
                 yield from self._settle_calls()
                 yield from self.admit_user(text)
             except Cancelled:
+                if self.held is None or self.held.kind != "user":
+                    self.queued.append(text)  # the slot holds what has to come in before it
                 yield turn.end("cancelled")
                 return
+            yield from self.store_notice()
             yield from turn.run()
 
     def retry(self, seed: int | None = None) -> Generator[Event, None, None]:
         """The last answer again, with another seed. A greedy conversation is sampled at temperature 0.8 for this
         turn."""
         with self._alone():
-            self.live.transcript.rewind_to_question()
+            self.live.transcript.rewind_to_answer()
             self._drop_stale()
             again = self.sampling
             if not again.temperature:
@@ -211,15 +233,16 @@ class Chat:
             yield from Turn(self, replace(again, seed=seed)).run()
 
     def queue(self, text: str) -> None:
-        """A message for the turn in progress: the model gets it when its next tools have run, or when it stops."""
+        """A message for the turn in progress: the model gets it when its next tools have run, or when it stops. With no
+        turn in progress it follows the next message. One that does not fit ends the turn with ContextFull and waits in
+        `held`."""
         self.queued.append(text)
 
     def force(self, text: str, calls: Sequence[ToolCall] = (), thinking: str = "") -> None:
         """The model's next answer is this one, evaluated token by token, instead of a sampled one. For demonstrations
         and tests of what follows; several wait in line."""
         node = self.writer.assistant(text, calls, thinking)
-        prefix = self.format.generation_prefix(self.thinking)
-        body = list(node.ids[len(prefix) :])
+        body = list(node.ids[len(self.format.generation_prefix()) :])
         ends = range(len(body), 0, -1)
         self.forced.append(next(body[:n] for n in ends if body[:n] + self.format.end_turn(body[:n]) == body))
 
@@ -245,8 +268,8 @@ class Chat:
             other.__dict__.update(self.__dict__)
             other.queued, other.forced = deque(self.queued), deque(self.forced)
             other.cancelled, other._busy = threading.Event(), threading.Lock()
-            session = self.session.fork()
             transcript = self.live.transcript.fork()
+            session = self.session.fork()
             other.live = Live(self.engine, self.writer, transcript, session, self.live.policy)
             mine = self.compactor
             other.compactor = Compactor(other.live, notes=mine.notes, archive=mine.archive, policy=mine.policy)
@@ -263,7 +286,8 @@ class Chat:
             yield from self.compact_now(reason)
 
     def compact_soon(self) -> None:
-        """Asks for a compaction at the next safe point of the turn in progress: when its tools have run."""
+        """Asks for a compaction at the next safe point of the turn in progress: when its tools have run, or when it
+        stops."""
         self.asked = True
 
     asked = False
@@ -275,7 +299,7 @@ class Chat:
         if automatic and not self.compactor.allowed():
             return Outcome("failed", "the last compaction failed and the conversation has hardly grown since.")
         outcome = yield from self.compactor.whole(reason, self.background.take())
-        yield from self._after(outcome)
+        yield from self.after_compaction(outcome)
         return outcome
 
     def compact_span(
@@ -293,12 +317,13 @@ class Chat:
         """What `compact_span` would do, in numbers; changes nothing."""
         return self.spans.plan(start, end, summary, include_active)
 
-    def _after(self, outcome: Outcome) -> Generator[Event, None, None]:
+    def after_compaction(self, outcome: Outcome) -> Generator[Event, None, None]:
+        """What the user should know of it."""
         if outcome.done is not None:
             self.spans.compacted(outcome.done.after)
         if outcome.archive_error:
             yield Notice(outcome.archive_error)
-        yield from self._store_notice()
+        yield from self.store_notice()
 
     # ---- keeping
 
@@ -349,28 +374,50 @@ class Chat:
     @contextmanager
     def _alone(self) -> Any:
         """One call at a time; the background pass waits meanwhile and goes on afterwards."""
-        if not self._busy.acquire(blocking=False):
-            raise Busy("another call is working on this conversation; wait for its end, or cancel it.")
+        mine = False
         try:
+            mine = self._busy.acquire(blocking=False)
+            if not mine:
+                raise Busy("another call is working on this conversation; wait for its end, or cancel it.")
             self.cancelled.clear()
             self.background.pause()
             yield
         finally:
-            try:
-                self.background.idle()
-            finally:
-                self._busy.release()
+            if mine:
+                try:
+                    self.background.idle()
+                finally:
+                    self._busy.release()
 
     def _settle_calls(self) -> Generator[Event, None, None]:
         """Calls whose results never came, because the turn was cut or the process ended, get one: what the slot holds,
         or a text that says so."""
-        surface = self.live.transcript.surface
-        waiting = open_calls(surface)
+        for held in self._missing():
+            yield from admit(self, held)
+
+    def settle_now(self, node: Node, known: Mapping[int, Result]) -> None:
+        """A turn ends while its tools run: the calls of `node` get the results that are known by their index, or a text
+        that says so, up to the first one that does not fit or waits already. The log has what of them is left."""
+        waits = self.held is not None
+        for held in self._missing({node.calls[i].id: result.text for i, result in known.items()}):
+            if waits or not append_whole(self, held):
+                if not waits:
+                    self.transcript.hold(held)
+                elif held.text != LOST and self.held != held:
+                    self.transcript.record("result_left", call=held.call, text=held.text)
+                waits = True
+
+    def _missing(self, known: Mapping[str, str] = {}) -> list[Held]:
+        """The results that calls on the surface wait for: what the slot holds, what is known of them by their call, or
+        a text that says that they are lost."""
+        surface, slot = self.transcript.surface, self.held
+        waiting, found = open_calls(surface), []
         for node in surface:
             for i, call in enumerate(node.calls):
                 if call.id in waiting:
-                    mine = self.held if self.held is not None and self.held.call == call.id else None
-                    yield from admit_result(self, mine or Held("tool", LOST, call.id, i, len(node.calls)))
+                    mine = slot if slot is not None and slot.call == call.id else None
+                    found.append(mine or Held("tool", known.get(call.id, LOST), call.id, i, len(node.calls)))
+        return found
 
     def _drop_stale(self) -> None:
         """A result in the slot whose call is gone belongs nowhere."""
@@ -386,10 +433,17 @@ class Chat:
     def fits(self, tokens: int) -> bool:
         """Whether a message of so many tokens can be appended and answered."""
         limits, used = self.live.limits, self.live.used
-        return limits.fits(used, tokens) if limits is not None else used + tokens < self.live.ctx
+        return limits.fits(used, tokens) if limits is not None else used + tokens + self.reserve <= self.live.ctx
+
+    @property
+    def reserve(self) -> int:
+        """What must stay free behind a message, without a policy the least that an answer takes."""
+        limits = self.live.limits
+        return limits.reserve if limits is not None else len(self.format.generation_prefix(self.thinking)) + 1
 
     def admit_user(self, text: str) -> Generator[Event, None, None]:
-        """Appends a user message, behind a compaction where one is due. Until it is in, it waits in the slot."""
+        """Appends a user message, behind a compaction where one is due; it waits in the slot meanwhile. Raises
+        Cancelled when the user ends that, ContextFull when it does not fit."""
         transcript, limits = self.live.transcript, self.live.limits
         self._drop_thinking()
         if limits is not None and limits.soft_fires(self.live.used):
@@ -397,16 +451,24 @@ class Chat:
             yield from self._make_room("the context is nearly full")
         if not self.fits(len(self._question(text))):
             transcript.hold(Held("user", text))
-            if limits is not None:
-                yield from self._make_room("the message does not fit")
+            yield from self._make_room("the message does not fit")
         self._fit(self.live.used, len(self._question(text)))
         transcript.append(*self.writer.arrange([self._question(text)], transcript.surface), release=True)
-        yield from self._store_notice()
+
+    def admit_queued(self) -> Generator[Event, None, None]:
+        """Appends the messages that wait for a safe point."""
+        while self.queued:
+            try:
+                yield from self.admit_user(self.queued[0])
+            except ContextFull:
+                self.queued.popleft()
+                raise
+            self.queued.popleft()
 
     def _make_room(self, reason: str) -> Generator[Event, None, None]:
         """Compacts for a message that waits. Raises Cancelled when the user ended that."""
-        yield from self.compact_now(reason, automatic=True)
-        if self.cancelled.is_set():  # in the compaction, or between its end and the message
+        outcome = yield from self.compact_now(reason, automatic=True)
+        if outcome.state == "cancelled" or self.cancelled.is_set():  # in it, or between its end and the message
             raise Cancelled("the compaction before the message was cancelled; the message waits.")
 
     def _question(self, text: str) -> Node:
@@ -414,20 +476,24 @@ class Chat:
 
     def _fit(self, used: int, message: int = 0) -> None:
         """Raises ContextFull with the numbers unless the message can be appended and answered."""
-        if self.fits(message) if message else used < self.live.ctx:
+        ctx = self.live.ctx
+        if self.fits(message) if message else used < ctx:
             return
-        limits = self.live.limits
-        error = ContextFull(prompts.turn_too_large(used, message, self.live.ctx, limits.reserve if limits else 1))
-        error.wanted, error.ctx = used + message + 1, self.live.ctx
+        text = f"the conversation begins with {used} tokens, which is too much for ctx {ctx}; use a larger ctx."
+        if message:
+            text = prompts.turn_too_large(used, message, ctx, self.reserve)
+        error = ContextFull(text)
+        error.wanted, error.ctx = used + message + 1, ctx
         raise error
 
     def _drop_thinking(self) -> None:
         """Takes the thinking of earlier answers out of the context, as one event."""
         surface = self.live.transcript.surface
-        if self.drop_thinking and any(node.thinking for node in surface):
-            self.live.transcript.replace([self.writer.without_thinking(node) for node in surface], reason="thinking")
+        without = [self.writer.without_thinking(node) for node in surface] if self.drop_thinking else list(surface)
+        if without != list(surface):
+            self.live.transcript.replace(without, reason="thinking")
 
-    def _store_notice(self) -> Generator[Event, None, None]:
+    def store_notice(self) -> Generator[Event, None, None]:
         """Says once that the store cannot be written any more."""
         failed = self.live.transcript.store.failed
         if failed and failed != self._told:
@@ -441,4 +507,4 @@ class Chat:
         line = self.toolbox.permission(call)
         if line is None or (self.allow is not None and self.allow(call, line)):
             return None
-        return Result(REFUSED, failed=True)
+        return Result(REFUSED if self.allow is not None else NOBODY, failed=True)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ds4.chat_formats import ToolCall
 from ds4.chat_formats.toolcalls import json_text
 from ds4.compaction import span, spantool
-from ds4.compaction.live import open_calls
+from ds4.compaction.live import common, open_calls
 from ds4.compaction.plan import Plan
 from ds4.compaction.transaction import MakePlan, Outcome
-from ds4.errors import ArgumentError, Ds4Error
+from ds4.errors import ArgumentError, Busy, Ds4Error
 from ds4.events import Event
+from ds4.nodes import size_of
 
 from .schema import fit
 from .tools import Result
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from .chat import Chat
 
 REASON = "a finished part of the conversation"
+LEAST_PART = 500  # characters of an archive that are shown in any case
 
 
 class Spans:
@@ -50,6 +52,13 @@ class Spans:
         other._told, other._base = self._told, self._base
         return other
 
+    def opened(self) -> None:
+        """The conversation may be one that is gone on with: what was said before is not said again."""
+        surface = self.chat.transcript.surface
+        kept = [i for i, node in enumerate(surface) if node.role == "system" or node.kind == "checkpoint"]
+        self._base = size_of(surface[: max(kept, default=-1) + 1])
+        self.nudge()
+
     def compacted(self, size: int) -> None:
         """A compaction has brought the context to `size` tokens."""
         self._base, self._told = size, ""
@@ -64,29 +73,35 @@ class Spans:
 
     # ---- the tools
 
-    def call(self, call: ToolCall) -> Generator[Event, None, Result | None]:
-        """Runs one of our tools; None when a note has taken the place of its call."""
+    def call(self, call: ToolCall) -> Generator[Event, None, tuple[Result, bool]]:
+        """Runs one of our tools: its result, and whether a note has taken the place of the call already."""
         if call.name == spantool.EXPAND:
-            return self._expand(call)
+            return self._expand(call), False
         draft = None
         try:
             arguments = spantool.Request.read(call.arguments)
-            summary = arguments.summary
-            draft = self.drafts.keep(summary) if not summary.lower().startswith("draft ") else None
-            summary = self.drafts.text(summary)
+            self._recall()
+            summary = self.drafts.text(arguments.summary)
+            draft = self.drafts.keep(summary)
             found, make_plan = self._resolved(
                 arguments.start, arguments.end, summary, arguments.include_active, call.id
             )
-        except ArgumentError as error:
-            return self._failed(call, str(error), draft)
-        outcome = yield from self._run(make_plan)
+            outcome = yield from self._run(make_plan)
+        except (ArgumentError, Busy) as error:
+            return self._failed(call, str(error), draft), False
         if outcome.state != "done":
-            return self._failed(call, outcome.reason, draft)
-        if draft is not None:
-            del self.drafts.texts[draft]
-        if all(call.id != other.id for node in self.chat.transcript.surface for other in node.calls):
-            return None
-        return Result(json_text(self._result(found, outcome)))
+            return self._failed(call, outcome.reason, draft), False
+        del self.drafts.texts[draft]
+        noted = all(call.id != other.id for node in self.chat.transcript.surface for other in node.calls)
+        return Result(json_text(self._result(found, outcome))), noted
+
+    def _recall(self) -> None:
+        """The drafts that calls on the surface name are in those calls as they first came, whoever wrote them."""
+        transcript = self.chat.transcript
+        for node in transcript.surface:
+            for now, first in zip(node.calls, transcript.find(node.number).calls, strict=True):
+                if now.name == spantool.NAME and now != first:
+                    self.drafts.restore(str(now.arguments["summary"]), str(first.arguments["summary"]))
 
     def _failed(self, call: ToolCall, reason: str, draft: int | None) -> Result:
         """The result of a call that has changed nothing. Its long summary need not stay in the context twice."""
@@ -104,9 +119,19 @@ class Spans:
         try:
             arguments = fit(call.arguments, spantool.EXPAND_SCHEMA["parameters"])
             lines = self.chat.transcript.store.spill.read(arguments.pop("locator"))
-            return Result(spantool.expand(lines, **arguments))
+            return Result(self._part(lines, arguments))
         except (Ds4Error, OSError) as error:
             return Result(f"{spantool.EXPAND} failed: {error}", failed=True)
+
+    def _part(self, lines: Sequence[Mapping[str, Any]], arguments: dict[str, Any]) -> str:
+        """As much of an archive as takes no more than half of the room that is left."""
+        free = self.chat.live.ctx - self.chat.live.used - self.chat.reserve
+        limit = spantool.EXPAND_CHARACTERS
+        text = spantool.expand(lines, **arguments, limit=limit)
+        while limit > LEAST_PART and len(self.chat.format.tokenizer.encode(text)) > free // 2:
+            limit //= 2
+            text = spantool.expand(lines, **arguments, limit=limit)
+        return text
 
     # ---- the calls of the program
 
@@ -127,11 +152,13 @@ class Spans:
         """See `Chat.plan_span`."""
         live = self.chat.live
         found, make_plan = self._resolved(start, end, summary, include_active)
-        plan = make_plan(None)
+        plan = make_plan(self._locator())
         assert isinstance(plan, Plan)
 
+        held = common(live.session.tokens, live.transcript.tokens)
+
         def nearest(position: int) -> int:
-            return live.session.nearest_exact(min(position, live.session.pos))
+            return live.session.nearest_exact(min(position, held))
 
         return dataclasses.asdict(span.estimate(live.transcript.surface, found, plan, nearest, live.speed))
 
@@ -151,13 +178,16 @@ class Spans:
                 surface, found, live.writer, live.limits, summary, number=number, locator=locator, running_call=running
             )
 
-        make_plan(None)  # refused before anything has begun
+        make_plan(self._locator())  # refused before anything has begun
         return found, make_plan
+
+    def _locator(self) -> str | None:
+        """Where the next span will be archived."""
+        return self.chat.transcript.store.spill.upcoming() if self.options.auto_archive else None
 
     def _run(self, make_plan: MakePlan) -> Generator[Event, None, Outcome]:
         outcome = yield from self.chat.compactor.span(REASON, make_plan)
-        if outcome.done is not None:
-            self.compacted(outcome.done.after)
+        yield from self.chat.after_compaction(outcome)
         return outcome
 
     def _result(self, found: span.Span, outcome: Outcome) -> dict[str, Any]:

@@ -5,19 +5,22 @@ Whatever ends a turn, the transcript is whole: a cut answer is closed as the for
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Generator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ds4.chat_formats import ToolCall
+from ds4.chat_formats import ChatFormat, ToolCall
 from ds4.compaction import prompts
 from ds4.compaction.boundaries import ControlWatch
 from ds4.errors import Cancelled, PoolFull
-from ds4.events import Event, Text, Thinking, ToolResult, TurnEnd
+from ds4.events import Event, Notice, Text, Thinking, ToolResult, TurnEnd
 from ds4.events import ToolCall as Called
 from ds4.nodes import Node
 from ds4.sampling import Sampling, Token
+from ds4.tokenizer.stream import Detokenizer
 from ds4.transcript import Held
 
 from . import admission
@@ -29,16 +32,27 @@ if TYPE_CHECKING:
 SECURE = 64  # tokens that pages are set aside for at a time while the model writes
 MAX_STEPS = 100  # answers of the model in one turn: a model that calls tools for ever has to be stopped
 NOT_RUN = Result("cancelled by the user: this call was not run", failed=True)
+UNREADABLE = (
+    "Internal note, not the user: {faults} It was not run. Write the call again in the form that was described with "
+    "the tools, or go on without it."
+)
 
 
 @dataclass
 class _Answer:
-    """What the model wrote: `cut` means at the generation reserve, where a summary is still possible."""
+    """What the model wrote. `cut`: at the generation reserve, where a summary is still possible. `node`, made of the
+    first `kept` ids, is what the transcript has of it. `faults`: a sentence for each call that cannot be read."""
 
     ids: list[int] = field(default_factory=list)
     finish: str = "cancelled"
     cut: bool = False
+    kept: int = 0
     node: Node | None = None
+    faults: tuple[str, ...] = ()
+
+    @property
+    def calls(self) -> tuple[ToolCall, ...]:
+        return self.node.calls if self.node is not None else ()
 
 
 class Turn:
@@ -50,80 +64,107 @@ class Turn:
         self.transcript = chat.live.transcript
         self.format = chat.format
         self.start = time.perf_counter()
+        self.cancels = chat.live.cancels
         self.generated = 0
         self.prompt_tokens = self.reused = 0
+
+    @property
+    def cancelled(self) -> bool:
+        """Whether the user has ended the turn."""
+        return self.live.cancels != self.cancels
 
     def run(self) -> Generator[Event, None, None]:
         """Answers what the surface ends with."""
         finish = "cancelled"
-        cancels = self.live.cancels
-        try:
+        with suppress(Cancelled):
             finish = yield from self._steps()
-        except Cancelled:
-            pass
-        if self.live.cancels != cancels:
-            finish = "cancelled"
-        yield self.end(finish)
+            if self.chat.asked and not self.cancelled:
+                yield from self._compact("asked for")
+        yield from self.chat.store_notice()
+        yield self.end("cancelled" if self.cancelled else finish)
 
     def end(self, finish: str) -> TurnEnd:
         """The event that ends the turn."""
         return TurnEnd(finish, self.prompt_tokens, self.reused, self.generated, time.perf_counter() - self.start)
 
     def _steps(self) -> Generator[Event, None, str]:
-        cuts = 0  # in a row, without a finished answer between
+        cuts = faulty = 0  # in a row: cut answers, and answers with a call that cannot be read
         for _ in range(MAX_STEPS):
+            if self.cancelled:  # while no call of the core was there to be ended
+                return "cancelled"
             answer = yield from self._answer()
-            if answer.cut and not (answer.node and answer.node.calls):
+            if answer.calls and not (yield from self._tools(answer)):
+                return "cancelled"
+            if answer.cut and not answer.calls:
                 cuts += 1
                 if cuts > 1 or not (yield from self._resume()):
                     return "length"
                 continue
-            cuts = 0
-            if answer.node is not None and answer.node.calls:
-                if not (yield from self._tools(answer.node, answer.finish == "cancelled")):
-                    return "cancelled"
-            elif answer.finish != "stop" or not self.chat.queued:
+            cuts, faulty = 0, faulty + 1 if answer.faults and answer.finish == "stop" else 0
+            again = faulty == 1 and (yield from self._tell(answer.faults))
+            if not answer.calls and not again and (answer.finish != "stop" or not self.chat.queued):
                 return answer.finish
             yield from self._before_going_on()
+        yield Notice(f"the model has answered {MAX_STEPS} times: the turn ends here; send a message to go on.")
         return "length"
 
     def _resume(self) -> Generator[Event, None, bool]:
         """Compacts an answer that was cut at the reserve and asks the model to go on; False when that failed."""
-        outcome = yield from self.chat.compact_now("the room for the answer is used up")
-        if outcome.state == "done":
+        done = yield from self._compact("the room for the answer is used up")
+        if done:
             self.chat.append(self.chat.writer.user(prompts.RESUME, first=False, kind="note"))
-        return outcome.state == "done"
+        return done
+
+    def _tell(self, faults: Sequence[str]) -> Generator[Event, None, bool]:
+        """Tells the model what is wrong with its calls; False when there is no room for that."""
+        note = self.chat.writer.user(UNREADABLE.format(faults=" ".join(faults)), first=False, kind="note")
+        fits = self.chat.fits(len(note))
+        if fits:
+            self.chat.append(note)
+            yield Notice("the model wrote a tool call that cannot be read, and is asked to write it again.")
+        return fits
 
     def _before_going_on(self) -> Generator[Event, None, None]:
         """What waits comes in, and a context that is nearly full is compacted, before the model continues."""
-        while self.chat.queued:
-            text = self.chat.queued[0]
-            yield from self.chat.admit_user(text)
-            self.chat.queued.popleft()
+        yield from self.chat.admit_queued()
         limits = self.live.limits
         if self.chat.asked:
-            self.chat.asked = False
-            yield from self.chat.compact_now("asked for")
+            yield from self._compact("asked for")
         elif limits is not None and limits.soft_fires(self.live.used):
-            yield from self.chat.compact_now("the context is nearly full", automatic=True)
+            yield from self._compact("the context is nearly full", automatic=True)
+
+    def _compact(self, reason: str, automatic: bool = False) -> Generator[Event, None, bool]:
+        """A compaction between two steps; False when it failed. Raises Cancelled when the user ended it."""
+        self.chat.asked = False
+        outcome = yield from self.chat.compact_now(reason, automatic)
+        if outcome.state == "cancelled":
+            raise Cancelled("the compaction was cancelled, and the turn with it.")
+        return outcome.state == "done"
 
     # ---- the model
 
     def _answer(self) -> Generator[Event, None, _Answer]:
         """One answer of the model, appended to the transcript however it ends."""
         prefix = self.format.generation_prefix(self.chat.thinking)
-        reused, evaluated = yield from self._prompt(prefix)
+        try:
+            reused, evaluated = yield from self._prompt(prefix)
+        except PoolFull:
+            if self.live.limits is None:
+                raise
+            yield from self._compact("the pool has no room for the context", automatic=True)
+            reused, evaluated = yield from self._prompt(prefix)
         if not self.prompt_tokens:
             self.prompt_tokens, self.reused = reused + evaluated, reused
-        answer = _Answer()
+        answer, thinks = _Answer(), self.chat.writer.thinks(prefix)
+        shown = _Shown(self.chat, thinks)
         try:
-            yield from self._sample(answer)
+            yield from self._sample(answer, shown)
         finally:
             self.generated += len(answer.ids)
-            answer.node = self._keep(answer)
-        if answer.node is not None:
-            for call in answer.node.calls:
-                yield Called(call.id, call.name, call.arguments)
+            self._keep(answer, thinks)
+        yield from shown.rest(answer)
+        for call in answer.calls:
+            yield Called(call.id, call.name, call.arguments)
         return answer
 
     def _prompt(self, prefix: Sequence[int]) -> Generator[Event, None, tuple[int, int]]:
@@ -133,179 +174,209 @@ class Turn:
         finally:
             self.live.secured(SECURE)
 
-    def _sample(self, answer: _Answer) -> Generator[Event, None, None]:
-        """Streams the answer; `answer` grows with every token that is in the session."""
+    def _sample(self, answer: _Answer, shown: _Shown) -> Generator[Event, None, None]:
+        """Streams the answer; its ids are those that the session has in the end."""
         session, start = self.live.session, self.live.session.pos
-        shown = _Shown(self.chat)
         try:
             for token in self._tokens(answer):
                 answer.finish = token.finish or answer.finish
                 yield from shown.feed(token)
-            yield from shown.rest(answer, session.tokens[start:])
         except PoolFull:
-            if self.live.limits is None or session.pos == start:
+            if self.live.limits is None:
                 raise
             answer.finish, answer.cut = "length", True
         finally:
             answer.ids = session.tokens[start:]
 
     def _tokens(self, answer: _Answer) -> Generator[Token, None, None]:
-        """The tokens of the answer: forced ones, else sampled ones up to the generation reserve."""
-        session, limits = self.live.session, self.live.limits
+        """The tokens of the answer: forced ones, else sampled ones, up to the generation reserve."""
+        session, limits, most = self.live.session, self.live.limits, self.chat.max_tokens
+        room = max(0, session.ctx - session.pos - (limits.generation if limits is not None else 0))
         if self.chat.forced:
-            yield from self._forced(self.chat.forced.popleft())
+            for token in self._forced(self.chat.forced.popleft(), room):
+                answer.cut = limits is not None and token.finish == "length"
+                yield token
             return
-        end = session.ctx if limits is None else session.ctx - limits.generation
-        most = self.chat.max_tokens
-        reserve = most is None or session.pos + most > end
-        left = max(0, end - session.pos) if reserve else most or 0
+        left = room if most is None else min(most, room)
+        reserve = limits is not None and left == room
         budget = _ThinkingBudget(self.chat)
         while True:
-            forced = None
+            closing = None
             for token in session.generate(self.sampling, max_tokens=left, stop_ids=self.format.stop_ids):
                 left -= token.id is not None
-                forced = budget.exceeded(token) if token.finish is None else None
+                answer.cut = reserve and token.finish == "length"
                 yield token
-                if forced is not None:
-                    break
-                if left % SECURE == 0 and not self.live.secured(SECURE):
-                    raise PoolFull("the pool has no room for a summary behind a longer answer.")
-                if token.finish == "length" and reserve and limits is not None:
-                    answer.cut = True
-            if forced is None:
+                if token.finish is None:
+                    closing = budget.exceeded(token)
+                    if closing is not None:
+                        break
+                    if left % SECURE == 0 and not self.live.secured(SECURE):
+                        raise PoolFull("the pool has no room for a summary behind a longer answer.")
+            if closing is None:
                 return
-            session.eval([forced])
+            session.eval([closing])
             left -= 1
+            yield Token(closing, "", None, None, None)
 
-    def _forced(self, ids: Sequence[int]) -> Generator[Token, None, None]:
-        """Tokens that were given, one by one, as if they had been sampled."""
+    def _forced(self, ids: Sequence[int], room: int) -> Generator[Token, None, None]:
+        """At most `room` tokens that were given, one by one, as if they had been sampled."""
         stream = self.chat.engine.tokenizer.stream()  # type: ignore[union-attr]
         session, cancels = self.live.session, self.live.session.cancels
         for i, token in enumerate(ids):
-            if session.cancels != cancels:
-                yield Token(None, stream.flush(), None, "cancelled", None)
+            if i == room or session.cancels != cancels:
+                yield Token(None, stream.flush(), None, "length" if i == room else "cancelled", None)
                 return
             session.eval([token])
             text = "" if token in self.format.stop_ids else stream.feed(token)
             yield Token(token, text, None, "stop" if i == len(ids) - 1 else None, None)
 
-    def _keep(self, answer: _Answer) -> Node | None:
-        """Appends the answer as it is, closed where it was cut. None when there is nothing to keep."""
-        if not answer.ids:
-            return None  # the question waits for an answer: retry gives one
+    def _keep(self, answer: _Answer, thinks: bool) -> None:
+        """Appends the answer as it is, closed where it was cut. Where there is nothing to keep, the question waits for
+        an answer: retry gives one."""
         ids = answer.ids
+        if self.chat.has_tools and answer.finish != "stop":
+            ids = self._without_open_call(ids, thinks)
+        if not ids:
+            return
         calls: tuple[ToolCall, ...] = ()
         if self.chat.has_tools:
-            if answer.finish != "stop":
-                ids = self._without_open_call(ids)
-            parsed = self.format.parse(self.format.tokenizer.decode(ids))
+            said = ids[:-1] if ids[-1] in self.format.stop_ids else ids
+            parsed = self.format.parse_ids(said, thinks)
             stem = f"call-{self.transcript.seq + 1}"
             calls = tuple(replace(call, id=f"{stem}-{i}") for i, call in enumerate(parsed.tool_calls, 1))
+            answer.faults = parsed.faults
         node = self.chat.writer.sampled(ids, calls, answer.finish, thinking=self.chat.thinking)
-        return self.transcript.append(node)[0]
+        answer.kept, answer.node = len(ids), self.transcript.append(node)[0]
 
-    def _without_open_call(self, ids: list[int]) -> list[int]:
-        """The ids up to a tool call that was cut in the middle."""
-        text = self.format.tokenizer.decode(ids)
-        openers = [b.before + b.text for b in self.format.boundaries if b.kind == "tool"]
-        at = max((text.rfind(opener) for opener in openers), default=-1)
-        if at < 0 or (self.format.parse(text[at:]).tool_calls and not self.format.parse(text[at:]).faults):
-            return ids
-        stream = self.format.tokenizer.stream()
-        length = 0
-        for i, token in enumerate(ids):
-            length += len(stream.feed(token))
-            if length > at:
-                return ids[:i]
+    def _without_open_call(self, ids: list[int], thinks: bool) -> list[int]:
+        """The ids up to a call that was cut in the middle: all calls that can be read stand in front of its opener."""
+        format, tags = self.format, _thinking_tags(self.format)
+        start = next((i + 1 for i in reversed(range(len(ids))) if ids[i] in tags), 0)
+        if tags[ids[start - 1]] if start else thinks:
+            return ids  # inside of a thinking block no call can stand
+        text = format.tokenizer.decode(ids[start:])
+        whole = format.parse(text).tool_calls
+        openers = "|".join(re.escape(b.before + b.text) for b in format.boundaries if b.kind == "tool")
+        for at in (match.start() for match in re.finditer(openers, text) if openers):
+            if not format.parse(text[at:]).tool_calls and format.parse(text[:at]).tool_calls == whole:
+                return ids[: start + _tokens_before(format.tokenizer.stream(), ids[start:], at)]
         return ids
 
     # ---- its tools
 
-    def _tools(self, node: Node, cancelled: bool) -> Generator[Event, None, bool]:
-        """Runs the calls of an answer in order and appends each result as it comes; False when the user cancelled."""
-        calls = list(node.calls)
-        at = 0
-        while at < len(calls):
-            if self.chat.spans.handles(calls[at].name) and not cancelled:
-                result = yield from self.chat.spans.call(calls[at])
-                if result is not None:
-                    yield from self._admit(node, at, result)
-                at += 1
-                continue
-            group = at
-            while group < len(calls) and (cancelled or not self.chat.spans.handles(calls[group].name)):
-                group += 1
-            for i, result in self._run(calls[at:group], cancelled):
-                yield from self._admit(node, at + i, result)
-            at = group
-            cancelled = cancelled or self.chat.cancelled.is_set()
-        return not cancelled
+    def _tools(self, answer: _Answer) -> Generator[Event, None, bool]:
+        """Runs the calls of an answer and appends each result as it comes; False when the user cancelled. Whatever ends
+        it early, every call has a result then, unless one waits in the slot."""
+        node, spans = answer.node, self.chat.spans
+        assert node is not None
+        calls, at = node.calls, 0
+        known: dict[int, Result] = {}
+        cancelled = answer.finish == "cancelled"
+        try:
+            while at < len(calls):
+                cancelled = cancelled or self.cancelled
+                if not cancelled and spans.handles(calls[at].name):
+                    yield from self._span(node, at)
+                    at += 1
+                    continue
+                ours = range(at, len(calls)) if not cancelled else ()
+                group = next((i for i in ours if spans.handles(calls[i].name)), len(calls))
+                for i in self._run(calls, range(at, group), known, cancelled):
+                    yield from self._admit(node, i, known[i])
+                at = group
+        except BaseException:
+            self.chat.settle_now(node, known)
+            raise
+        return not (cancelled or self.cancelled)
 
-    def _run(self, calls: Sequence[ToolCall], cancelled: bool) -> Generator[tuple[int, Result], None, None]:
-        """The results of calls that the user allows. They come in the order of the calls: the format wants them so."""
-        if cancelled:
-            yield from ((i, NOT_RUN) for i in range(len(calls)))
-            return
-        results = {i: self.chat.refused(call) for i, call in enumerate(calls)}
-        allowed = [i for i, refused in results.items() if refused is None]
-        done: dict[int, Result] = {i: refused for i, refused in results.items() if refused is not None}
-        running = self.chat.toolbox.call_all([calls[i] for i in allowed], self.chat.cancelled)
-        following = 0
-        for index, result in running:
-            done[allowed[index]] = result
-            while following in done:
-                yield following, done[following]
+    def _run(
+        self, calls: Sequence[ToolCall], which: range, known: dict[int, Result], cancelled: bool
+    ) -> Generator[int, None, None]:
+        """Runs the calls that the user allows and puts their results into `known`; yields the index of each in the
+        order of the calls, as the format wants them."""
+        allowed = []
+        for i in which:
+            refused = NOT_RUN if cancelled else self.chat.refused(calls[i])
+            if refused is None:
+                allowed.append(i)
+            else:
+                known[i] = refused
+        following = which.start
+        for index, result in self.chat.toolbox.call_all([calls[i] for i in allowed], self.chat.cancelled):
+            known[allowed[index]] = result
+            while following in known:
+                yield following
                 following += 1
-        yield from ((i, done.get(i, CANCELLED)) for i in range(following, len(calls)))
+        for i in range(following, which.stop):
+            known.setdefault(i, CANCELLED)
+            yield i
 
     def _admit(self, node: Node, index: int, result: Result) -> Generator[Event, None, None]:
-        """Appends a result, whatever it takes; see `admission`. Raises Cancelled when the user ends a compaction that
-        it needs: it then waits in the slot."""
+        """Appends a result, whatever it takes: see `admission`."""
         call = node.calls[index]
-        yield ToolResult(call.id, result.text)
         held = Held("tool", result.text + self.chat.spans.nudge(), call.id, index, len(node.calls))
-        if not self.chat.fits(len(admission.written(self.chat, held))):
+        fits = admission.append_whole(self.chat, held)
+        if not fits:
             self.transcript.hold(held)
-            outcome = yield from self.chat.compact_now("a tool result does not fit", automatic=True)
-            if outcome.state == "cancelled":
-                raise Cancelled("the compaction that a tool result needs was cancelled; the result waits.")
-        yield from admission.admit_result(self.chat, held)
+        yield ToolResult(call.id, result.text)
+        if not fits:
+            yield from admission.admit(self.chat, held)
+
+    def _span(self, node: Node, index: int) -> Generator[Event, None, None]:
+        """Runs a call of the span tools, whose result may be a note in its place."""
+        call = node.calls[index]
+        result, noted = yield from self.chat.spans.call(call)
+        if noted:
+            yield ToolResult(call.id, result.text)
+        else:
+            yield from self._admit(node, index, result)
+
+
+def _thinking_tags(format: ChatFormat) -> dict[int, bool]:
+    """The tokens around a thinking block; True for those that open one."""
+    return {b.id: "/" not in b.text for b in format.boundaries if b.kind == "think" and b.id is not None}
+
+
+def _tokens_before(stream: Detokenizer, ids: Sequence[int], at: int) -> int:
+    """How many of the ids stand before the character `at` of their text."""
+    length = 0
+    for i, token in enumerate(ids):
+        length += len(stream.feed(token))
+        if length > at:
+            return i
+    return len(ids)
 
 
 class _Shown:
     """What of an answer the user sees: thinking apart from text, and a call as an event instead of its raw text."""
 
-    def __init__(self, chat: Chat) -> None:
-        self._thinking = {
-            b.id: "</" not in b.text for b in chat.format.boundaries if b.kind == "think" and b.id is not None
-        }
-        self._inside = False
-        self._chat = chat
+    def __init__(self, chat: Chat, thinks: bool) -> None:
+        self._format, self._tags, self._inside = chat.format, _thinking_tags(chat.format), thinks
         self._watch = ControlWatch([b for b in chat.format.boundaries if b.kind == "tool"] if chat.has_tools else [])
-        self._text = ""
+        self._pieces: list[str] = []  # the text of each token; "" for thinking
         self._seen = 0
 
     def feed(self, token: Token) -> Generator[Event, None, None]:
-        if token.id in self._thinking:
-            self._inside = self._thinking[token.id]
-        elif self._inside:
-            if token.text:
-                yield Thinking(token.text)
-        else:
-            self._text += token.text
+        thinking = self._inside or token.id in self._tags
+        self._pieces.append("" if thinking else token.text)
+        if token.id in self._tags:
+            self._inside = self._tags[token.id]
+        elif thinking and token.text:
+            yield Thinking(token.text)
+        elif not thinking:
             free = self._watch.feed(-1 if token.id is None else token.id, token.text)
             self._seen += len(free)
             if free:
                 yield Text(free)
 
-    def rest(self, answer: _Answer, ids: Sequence[int]) -> Generator[Event, None, None]:
-        """What was held back and turned out to be no call."""
-        free = self._watch.flush()
-        if self._watch.ended is not None:
-            parsed = self._chat.format.parse(self._chat.format.tokenizer.decode(list(ids)))
-            free = self._text[self._seen :] if not parsed.tool_calls else ""
-        if free:
-            yield Text(free)
+    def rest(self, answer: _Answer) -> Generator[Event, None, None]:
+        """What was held back and is no call."""
+        cut = answer.kept < len(answer.ids)
+        held = "".join(self._pieces[: answer.kept] if cut else self._pieces)[self._seen :]
+        if answer.calls:
+            held = self._format.parse(held).content
+        if held:
+            yield Text(held)
 
 
 class _ThinkingBudget:
@@ -314,14 +385,16 @@ class _ThinkingBudget:
     def __init__(self, chat: Chat) -> None:
         policy = chat.live.policy
         self._most = policy.thinking_budget if policy is not None else None
-        tags = {"</" in b.text: b.id for b in chat.format.boundaries if b.kind == "think"}
-        self._open, self._close = tags.get(False), tags.get(True)
-        self._inside, self._count = False, 0
+        self._tags = _thinking_tags(chat.format)
+        self._close = next((id for id, opens in self._tags.items() if not opens), None)
+        self._inside, self._count = chat.writer.thinks(chat.format.generation_prefix(chat.thinking)), 0
 
     def exceeded(self, token: Token) -> int | None:
-        if self._most is None or self._close is None:
+        if token.id in self._tags:
+            self._inside, self._count = self._tags[token.id], 0
             return None
-        if token.id in (self._open, self._close):
-            self._inside, self._count = token.id == self._open, 0
         self._count += self._inside
-        return self._close if self._inside and self._count > self._most else None
+        if not self._inside or self._most is None or self._count < self._most:
+            return None
+        self._inside = False
+        return self._close

@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from importlib import metadata
 from typing import NoReturn
 
-from ds4.cli import agent, chat, demo, inspect, models, perplexity, pull, run, sessions, spill, tokenize
+from ds4.cli import agent, bench, chat, demo, inspect, models, perplexity, pull, run, sessions, spill, tokenize
 from ds4.cli.options import UsageError
 from ds4.cli.output import Output
 from ds4.errors import Ds4Error
 
-COMMANDS = (run, chat, agent, tokenize, perplexity, inspect, pull, models, demo, sessions, spill)
+COMMANDS = (run, chat, agent, tokenize, perplexity, inspect, pull, models, demo, bench, sessions, spill)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -1,176 +1,296 @@
-"""`ds4 demo`: talks to SmolLM2, then moves its context around and shows what that costs.
+"""`ds4 demo`: a long conversation that compacts itself, three times and in three ways, and what that costs.
 
-No figure is shown before its result was compared, bit for bit, with a session that evaluated the same tokens from
-nothing.
+No figure is shown before the next logits were compared, bit for bit, with those of a session that evaluated the same
+tokens from nothing.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import ds4.models
-from ds4.cli.options import Subparsers, add_engine, at_least, command, open_engine, with_words
+from ds4 import events as ev
+from ds4.chat_formats import ToolCall
+from ds4.cli import scenario
+from ds4.cli.options import Subparsers, command
 from ds4.cli.output import Output
-from ds4.cli.pull import fetch
+from ds4.cli.scenario import READ_ON, READING, Measured, Watch, time_text
 from ds4.errors import Ds4Error
-from ds4.memory import size_text
 
 if TYPE_CHECKING:
-    from ds4.engine import Engine, Session
+    from ds4.agent.chat import Chat
+    from ds4.compaction.policy import Limits
+    from ds4.engine import Engine
 
-MODEL = "smollm2-135m"
-SYSTEM = "You answer in one or two short sentences."
-QUESTION = "Why is the sky blue?"
-EDIT = 20  # tokens before the end that the edit changes
-STEP = 8  # tokens that a branch goes on with
+CTX = 4096
+PARTS = 3  # of the log that fit before the next one does not
+ANSWER = 60  # most tokens of an answer of the model, where its turns are not its own
+FREE_TURNS = 8  # messages to a free model before a compaction is given up
+WAIT = 0.2  # seconds between two looks at the background pass
+
+NOTES = (
+    "So far the log is a list of days. Each line names the keeper, the thing that was looked at, its state, the sky, "
+    "the wind in knots and the fuel in litres. Some things are worn and need a spare, others were repaired with wire "
+    "only. The fuel goes down from day to day. I have changed no file, and I will go on with the next line of the log "
+    "when you want me to."
+)
+ASK_STATE = "What have you found so far?"
+ASK_LAST = "How many parts of the log have you read, and up to which line?"
+ASK_RULE = "Which rule did I give you about files, and when is the deadline?"
+
+Forced = tuple[str, Sequence[ToolCall]]
 
 
 def add(subparsers: Subparsers) -> None:
-    parser = command(
-        subparsers, "demo", run, "a chat, and what truncate, fork, mark, sync and snapshots cost, each result checked"
-    )
-    parser.add_argument(
-        "-m", "--model", metavar="M", default=MODEL, help=f"default: {MODEL}, which is fetched when it is not here"
-    )
-    parser.add_argument(
-        "--tokens", type=at_least(64), default=512, metavar="N", help="length of the context that is moved (512)"
-    )
-    add_engine(parser)
+    help = "a long conversation that compacts itself, and what that costs, each result checked"
+    parser = command(subparsers, "demo", run, help)
+    scenario.add_model(parser)
+    parser.add_argument("--free", action="store_true", help="all answers are the model's own (it has to be able to)")
 
 
 def run(args: argparse.Namespace, out: Output) -> None:
-    from ds4.agent.chat import default_format
-
-    if args.model in ds4.models.names() and not ds4.models.load(args.model).present:
-        fetch(args.model, out)
-    start = time.perf_counter()
-    with open_engine(args, out) as engine:
-        out.note(f"{args.model}: loaded in {time.perf_counter() - start:.2f} s")
-        if default_format(engine) is not None:
-            _chat(engine, out)
-        with _Figures(engine, out, args.tokens) as figures:
-            figures.measure()
-            figures.show()
+    with scenario.open_model(args, out) as engine, tempfile.TemporaryDirectory(prefix="ds4-demo-") as folder:
+        scenario.need_tools(engine, args.model)
+        with _Demo(engine, out, Path(folder), args.ctx or CTX, args.free) as demo:
+            demo.run()
+            demo.report()
 
 
-def _chat(engine: Engine, out: Output) -> None:
-    from ds4.agent.chat import Chat
-    from ds4.cli.talk import talk
-    from ds4.sampling import Sampling
+class _Demo:
+    """The conversation, from its first message to the report."""
 
-    with Chat(engine, ctx=1024, system=SYSTEM, sampling=Sampling(), max_tokens=200) as chat:
-        out.line(f"> {QUESTION}", style="bold")
-        if talk(out, chat.send(QUESTION), chat.session.cancel) is None:
-            raise KeyboardInterrupt
-    out.line()
+    def __init__(self, engine: Engine, out: Output, folder: Path, ctx: int, free: bool) -> None:
+        self.engine, self.out, self.folder, self.ctx, self.free = engine, out, folder, ctx, free
+        self.start = time.perf_counter()
+        self.line = 1  # of the log, the next to be read
+        self.compactions: list[Measured] = []
+        self.messages = 0
+        scenario.write_log(folder / "station", ctx)
+        self.tools = scenario.reading_tools(folder / "station")
+        self.chat, self.watch = self.open()
 
-
-class _Figures:
-    """Measures one operation after the other on one session of `n` tokens."""
-
-    def __init__(self, engine: Engine, out: Output, n: int) -> None:
-        self.engine, self.out, self.n = engine, out, n
-        self.open = ExitStack()
-        self.rows: list[list[object]] = []
-        self.prefill_seconds = 0.0
-        encode = with_words(engine.tokenizer, engine.model).encode
-        text = "".join(
-            f"Entry {i}: at {i % 24} o'clock sensor {i * 7 % 10} read {i * 37 % 100} degrees.\n" for i in range(n)
-        )
-        self.tokens = encode(text)[:n]
-        other = encode(" Nobody had expected that the next morning would be so quiet and so cold.")
-        self.other = [other[:STEP], other[1 : STEP + 1], other[2 : STEP + 2]]
-
-    def __enter__(self) -> _Figures:
+    def __enter__(self) -> _Demo:
         return self
 
     def __exit__(self, *unused: object) -> None:
-        self.open.close()
+        self.chat.close()
 
-    def session(self) -> Session:
-        return self.open.enter_context(self.engine.session(ctx=self.n + 64))
+    def run(self) -> None:
+        self.say_what_is_real()
+        self.title("A tool result does not fit: hard compaction")
+        self.hard()
+        self.title("Saved and opened again, then a question: soft compaction before the turn")
+        self.fill(self.limits.soft, self.notes // 2)
+        self.reopen()
+        self.say(ASK_LAST)
+        self.title("The same with background mode: prepared while the model is idle")
+        self.reopen(background=True)
+        self.fill(self.limits.pre if self.free else self.limits.soft, -self.notes // 2)
+        self.wait_for_background()
+        self.say(ASK_STATE, (NOTES, ()))
+        self.until(lambda: self.used >= self.limits.soft)
+        self.say(ASK_RULE)
 
-    def measure(self) -> None:
-        s, tokens, cut = self.session(), self.tokens, self.n // 2
-        with self.out.progress(f"prefill of {self.n} tokens") as report:
-            done = s.sync(tokens, progress=report)
-        self.prefill_seconds = done.seconds
-        self.figure("prefill from nothing", done.seconds, 0, self.n, s, tokens)
+    # ---- the conversation
 
-        mark, seconds = self.timed(s.mark)
-        self.open.callback(mark.release)
-        branch = self.other[0]
-        s.eval(branch)
-        self.check("eval after mark", s, tokens + branch)
-        _, back = self.timed(lambda: s.rollback(mark))
-        self.figure(f"mark, {STEP} tokens, rollback", seconds + back, self.n, 0, s, tokens)
+    def open(self, background: bool = False) -> tuple[Chat, Watch]:
+        from ds4.agent.chat import Chat
+        from ds4.compaction.policy import CompactionPolicy
+        from ds4.sampling import Sampling
 
-        child, seconds = self.timed(s.fork)
-        self.open.callback(child.close)
-        child.eval(self.other[1])
-        self.check("the parent of a fork", s, tokens)
-        self.figure("fork (the copy goes on)", seconds, self.n, 0, child, tokens + self.other[1])
+        chat = Chat(
+            self.engine,
+            ctx=self.ctx,
+            system=scenario.SYSTEM,
+            tools=self.tools,
+            sampling=None if self.free else Sampling(),
+            max_tokens=None if self.free else ANSWER,
+            policy=CompactionPolicy(background=background),
+            store=self.folder / "conversation",
+        )
+        return chat, Watch(chat, self.out, self.compactions)
 
-        edited = tokens[: -EDIT - 1] + self.other[2][:1] + tokens[-EDIT:]
-        done = s.sync(edited)
-        self.figure(f"sync after an edit {EDIT} tokens back", done.seconds, done.reused, done.evaluated, s, edited)
+    @property
+    def limits(self) -> Limits:
+        limits = self.chat.live.limits
+        assert limits is not None
+        return limits
 
-        self.snapshot(s, edited)
+    @property
+    def used(self) -> int:
+        return self.chat.live.used
 
-        _, seconds = self.timed(lambda: s.truncate(cut))
-        s.eval(self.other[0])
-        self.figure(f"truncate to {cut} (then other text)", seconds, cut, 0, s, tokens[:cut] + self.other[0])
-        s.check()
+    def say(self, text: str, *forced: Forced) -> None:
+        """One turn. `forced`: its first answers, where they are not the model's own."""
+        from ds4.cli.talk import talk
 
-    def snapshot(self, s: Session, tokens: Sequence[int]) -> None:
-        with tempfile.TemporaryDirectory(prefix="ds4-demo-") as folder:
-            path = os.path.join(folder, "context.ds4")
-            _, seconds = self.timed(lambda: s.save(path))
-            size = size_text(os.path.getsize(path))
-            loaded, back = self.timed(lambda: self.engine.load(path))
-            self.open.callback(loaded.close)
-            self.figure(f"snapshot saved ({size})", seconds, self.n, 0, s, tokens)
-            self.figure("snapshot loaded", back, self.n, 0, loaded, tokens)
+        self.messages += 1
+        self.out.line(f"> {text}", style="bold")
+        self.out.event("user", text=text)
+        if not self.free:
+            for words, calls in forced:
+                self.chat.force(words, calls)
+        events = self.marked(self.watch.events(self.chat.send(text)))
+        end = talk(self.out, events, self.watch.cancel)
+        if end is None or end.finish == "cancelled":
+            raise KeyboardInterrupt
 
-    @staticmethod
-    def timed(do: Callable[[], object]):  # type: ignore[no-untyped-def]
+    def marked(self, events: Generator[ev.Event, None, None]) -> Generator[ev.Event, None, None]:
+        """The events with a mark before every forced answer."""
+        left = len(self.chat.forced)
+        try:
+            for event in events:
+                if isinstance(event, (ev.Text, ev.ToolCall)) and len(self.chat.forced) < left:
+                    left = len(self.chat.forced)
+                    self.out.event("forced")
+                    self.out.stream("[forced] ", style="dim")
+                yield event
+        finally:
+            events.close()
+
+    def hard(self) -> None:
+        """Parts of equal size up to just below the soft trigger: the next one does not fit."""
+        chat = self.chat
+        used = self.used + len(chat.writer.user(scenario.TASK, first=True))
+        call = len(chat.writer.assistant(READING, [scenario.read(1, 1000)]))
+        part = (self.limits.soft - used) // PARTS
+        lines = scenario.lines_for(chat, 1, part * 19 // 20 - call)
+        more = (READING, [ToolCall("more", {})])
+        self.say(scenario.TASK, (READING, [scenario.read(1, lines)]), *[more] * PARTS)
+        self.line = 1 + lines * (1 + PARTS)
+        self.until(lambda: bool(self.compactions))
+
+    def fill(self, trigger: int, past: int) -> None:
+        """Reads on in one turn that ends about `past` tokens past a trigger."""
+        if self.free:
+            self.until(lambda: self.used >= trigger)
+            return
+        lines = scenario.lines_up_to(self.chat, self.line, trigger + past - self.notes, READ_ON)
+        read = [(READING, [scenario.read(self.line, lines)])] if lines > 0 else []
+        self.say(READ_ON, *read, (NOTES, ()))
+        self.line += lines
+
+    @property
+    def notes(self) -> int:
+        """Tokens of the longest forced answer."""
+        return len(self.chat.writer.assistant(NOTES))
+
+    def until(self, reached: Callable[[], bool]) -> None:
+        """Asks a free model to read on, a few times, until something is reached."""
+        for _ in range(FREE_TURNS if self.free else 0):
+            if reached():
+                return
+            self.say(READ_ON)
+
+    def reopen(self, background: bool = False) -> None:
+        """Saves the conversation, closes it, and opens it from its folder. The next logits are the same."""
+        self.chat.session.refresh()
+        before = self.chat.session.logits.tobytes()
+        self.chat.save()
+        self.chat.close()
         start = time.perf_counter()
-        result = do()
-        return result, time.perf_counter() - start
-
-    def check(self, what: str, s: Session, tokens: Sequence[int]) -> None:
-        """Compares with a fresh session that evaluated the tokens in other chunks."""
-        with self.engine.session(ctx=self.n + 64) as fresh, self.out.progress(f"checking {what}") as report:
-            fresh.sync(tokens, progress=report)
-            if list(s.tokens) != list(tokens) or s.logits.tobytes() != fresh.logits.tobytes():
-                raise Ds4Error(
-                    f"{what} differs from a fresh prefill of the same {len(tokens)} tokens: please report this as a bug"
-                )
-
-    def figure(self, what: str, seconds: float, reused: int, evaluated: int, s: Session, tokens: Sequence[int]) -> None:
-        self.check(what, s, tokens)
-        self.out.event("figure", operation=what, seconds=seconds, reused=reused, evaluated=evaluated, bit_exact=True)
-        self.rows.append([what, _time(seconds), reused, evaluated, "same bits"])
-
-    def show(self) -> None:
-        self.out.table(
-            ["operation", "time", "tokens reused", "evaluated", "vs a fresh prefill"], self.rows, right=[1, 2, 3]
-        )
-        self.out.line()
-        again = _time(self.prefill_seconds)
+        self.chat, self.watch = self.open(background)
+        seconds = time.perf_counter() - start
+        if self.chat.snapshot_refused or self.chat.session.logits.tobytes() != before:
+            raise Ds4Error("the conversation has other logits after it was opened again: please report this as a bug")
         self.out.line(
-            f"To evaluate all {self.n} tokens again takes {again} here. What is reused above was not evaluated again."
+            f"saved and opened again in {time_text(seconds)}: same next logits, nothing evaluated", style="dim"
         )
+        self.out.event("reopened", seconds=seconds, bit_exact=True)
+
+    def wait_for_background(self) -> None:
+        """The user is away, and the model has time."""
+        background, start = self.chat.background, time.perf_counter()
+        self.out.event("preparing")
+        text, fancy = "the model is idle: a compaction is being prepared on a fork", self.out.fancy_err
+        if not fancy:
+            self.out.note(text)
+        with self.out.err.status(text) if fancy and not self.out.quiet else nullcontext():
+            looked = start
+            while not background.wait(WAIT) and time.perf_counter() - looked > WAIT / 2:  # else nothing is in work
+                looked = time.perf_counter()
+        seconds = time.perf_counter() - start
+        self.out.event("prepared", ready=background.ready, seconds=seconds)
+        said = (
+            f"prepared in {time_text(seconds)}"
+            if background.ready
+            else f"not prepared: {background.error or 'too early'}"
+        )
+        self.out.line(said, style="dim")
+
+    # ---- what is said around it
+
+    def say_what_is_real(self) -> None:
+        ctx, soft = self.ctx, self.limits.soft
+        if self.free:
+            self.out.line("Every answer is the model's own.", style="dim")
+        else:
+            self.out.line(
+                "Answers marked [forced] are given, token by token, for a small model cannot use tools. The other "
+                "answers and all summaries are the model's own, and all work on the context is real.",
+                style="dim",
+            )
+        self.out.line(f"ctx {ctx}; a turn begins with a compaction from {soft} tokens on (soft trigger).", style="dim")
+
+    def title(self, text: str) -> None:
+        self.out.line(f"\n== {text}", style="bold cyan")
+        self.out.event("step", title=text)
+
+    def report(self) -> None:
+        rows = [_row(one) for one in self.compactions]
+        self.title("Report")
+        columns = ["compaction", "tokens", "reused", "re-prefilled", "summary", "rollback", "rebuild", "pause", "bits"]
+        self.out.table(columns, rows, right=range(1, 8))
+        self.out.line()
+        for text in self.conclusions():
+            self.out.line(text)
+        seconds = time.perf_counter() - self.start
+        self.out.event("report", compactions=[one.fields() for one in self.compactions], seconds=seconds)
+        self.out.note(f"{self.messages} messages in {seconds:.0f} s")
+
+    def conclusions(self) -> Generator[str, None, None]:
+        """What the table means, in sentences."""
+        if not self.compactions:
+            yield "No compaction was needed: the model has read too little."
+            return
+        n = len(self.compactions)
+        yield (
+            f"After each of the {n} compactions the next logits were those of a session that evaluated the same tokens "
+            "from nothing, bit for bit."
+        )
+        longest = max(self.compactions, key=lambda one: one.done.rollback_seconds).done
+        if longest.rollback_seconds:
+            yield (
+                f"Rolling back the request and the summary took at most {time_text(longest.rollback_seconds)}, and "
+                "nothing was evaluated for it."
+            )
+        ahead = next((one for one in self.compactions if one.kind == "background"), None)
+        plain = next((one for one in self.compactions if one.kind == "soft"), None)
+        if ahead is not None and plain is not None:
+            yield (
+                f"The conversation stood still for {time_text(plain.done.pause)} without background mode and for "
+                f"{time_text(ahead.done.pause)} with it: {time_text(ahead.prepared)} of work were done while the model "
+                "was idle."
+            )
 
 
-def _time(seconds: float) -> str:
-    for unit, factor in (("us", 1e6), ("ms", 1e3)):
-        if seconds * factor < 1000:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.2f} s"
+def _row(one: Measured) -> list[object]:
+    done = one.done
+    by = {"retry": " (penalty)", "ledger": " (none kept)"}.get(done.step, "")
+    work = [time_text(done.summary_seconds) + by, time_text(done.rollback_seconds), time_text(one.rebuild)]
+    if one.kind == "background":
+        work = ["ahead", "ahead", "ahead"]
+    return [
+        one.kind,
+        f"{done.before} -> {done.after}",
+        done.reused,
+        done.evaluated,
+        *work,
+        time_text(done.pause),
+        "same",
+    ]

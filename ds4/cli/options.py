@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ds4 import models
@@ -48,22 +48,23 @@ def at_least(least: int) -> Callable[[str], int]:
     return convert
 
 
-def add_model(parser: argparse.ArgumentParser, engine: bool = True) -> None:
-    parser.add_argument(
-        "-m", "--model", metavar="M", required=True, help="a name that `ds4 models` lists, a .gguf file, or a folder"
-    )
+def add_model(parser: argparse.ArgumentParser, engine: bool = True, required: bool = True) -> None:
+    help = "a name that `ds4 models` lists, a .gguf file, or a folder"
+    parser.add_argument("-m", "--model", metavar="M", required=required, help=help)
     if engine:
         add_engine(parser)
 
 
-def add_engine(parser: argparse.ArgumentParser) -> None:
+def add_engine(parser: argparse.ArgumentParser, ctx: bool = True) -> None:
+    """`ctx`: whether the command has one context, whose length may be given."""
     group = parser.add_argument_group("engine")
     group.add_argument("--backend", choices=["cpu", "ref"], help="cpu (default), or ref: plain, slow, the definition")
     group.add_argument("--threads", type=at_least(1), metavar="N", help="default: the CPUs this process may use")
     group.add_argument("--kv-dtype", choices=["f32", "f16", "q8_0"], help="how keys and values are kept (default f16)")
-    group.add_argument(
-        "--ctx", type=at_least(1), metavar="N", help="most positions of a session (default: the model's own)"
-    )
+    if ctx:
+        group.add_argument(
+            "--ctx", type=at_least(1), metavar="N", help="most positions of a session (default: the model's own)"
+        )
     group.add_argument(
         "--pool-tokens", type=at_least(1), metavar="N", help="room for keys and values (default: half of memory)"
     )
@@ -114,17 +115,51 @@ def with_words(tokenizer: Tokenizer | None, model: str) -> Tokenizer:
     return tokenizer
 
 
-def sampling(args: argparse.Namespace) -> Sampling:
+def given_sampling(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling flags that were given."""
+    return {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
+
+
+def sampling(model_name: str, given: Mapping[str, Any]) -> Sampling:
     """The model's defaults with the flags on top."""
     from ds4.sampling import Sampling
 
-    model = models.describe(args.model)
-    values: dict[str, Any] = dict(model.defaults) if model else {}
-    values |= {name: value for name in _SAMPLING if (value := getattr(args, name)) is not None}
+    model = models.describe(model_name)
+    values: dict[str, Any] = {**(model.defaults if model else {}), **given}
     try:
         return Sampling(**values)
+    except (ArgumentError, TypeError) as e:  # TypeError: an option that a log made up
+        raise UsageError(str(e)) from None
+
+
+def policy_values(pairs: Sequence[str]) -> dict[str, Any]:
+    """The fields of a compaction policy from texts FIELD=VALUE. Raises UsageError for what the policy refuses."""
+    from ds4.compaction.policy import CompactionPolicy
+
+    values: dict[str, Any] = {}
+    for pair in pairs:
+        name, equals, text = pair.partition("=")
+        if not equals:
+            raise UsageError(f"--policy takes FIELD=VALUE, such as tail_fraction=0.2, not {pair!r}")
+        values[name.strip()] = _value(text.strip())
+    try:
+        CompactionPolicy.from_mapping(values)
     except ArgumentError as e:
         raise UsageError(str(e)) from None
+    return values
+
+
+def _value(text: str) -> Any:
+    """A number, true, false, none, or the text itself."""
+    words = {"true": True, "false": False, "none": None}
+    if text.lower() in words:
+        return words[text.lower()]
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
 
 
 def text_of(value: str) -> str:

@@ -14,6 +14,7 @@ from ds4.cli.options import (
     add_model,
     add_sampling,
     command,
+    given_sampling,
     open_engine,
     sampling,
     text_of,
@@ -44,7 +45,7 @@ def run(args: argparse.Namespace, out: Output) -> int:
 
     if args.raw and (args.system or args.chat_format):
         raise UsageError("--raw continues plain text: it takes no --system and no --chat-format")
-    text, options = text_of(args.prompt), sampling(args)
+    text, options = text_of(args.prompt), sampling(args.model, given_sampling(args))
     with open_engine(args, out) as engine:
         name = None if args.raw else args.chat_format or default_format(engine)
         if name is None:
@@ -60,8 +61,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
                 chat_format=name,
                 sampling=options,
                 max_tokens=args.max_tokens,
+                policy=None,  # one turn has no history: all of ctx is for its prompt and its answer
             ) as chat:
-                end = talk(out, chat.send(text), chat.session.cancel)
+                end = talk(out, chat.send(text), chat.cancel)
     return 130 if end is None or end.finish == "cancelled" else 0
 
 

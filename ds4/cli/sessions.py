@@ -44,12 +44,8 @@ def show_conversations(out: Output, here: str = "") -> None:
     rows = []
     for one in conversations.conversations():
         out.event("session", **{**dataclasses.asdict(one), "path": str(one.path)})
-        states = (
-            ("here", one.id == here),
-            ("in use", one.in_use and one.id != here),
-            ("damaged", one.damage is not None),
-        )
-        marks = [word for word, there in states if there]
+        busy = "here" if one.id == here else "in use"
+        marks = [word for word, there in ((busy, one.in_use), ("damaged", one.damage is not None)) if there]
         changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(one.changed))
         snapshot = size_text(one.snapshot_bytes) if one.snapshot_bytes else "-"
         rows.append([one.id, changed, one.nodes, one.tokens, snapshot, ", ".join(marks) or "-", one.title])

@@ -71,6 +71,7 @@ class _Screen:
         self._report: Report | None = None
         self._feed: Callable[[str], None] | None = None
         self._label = "prefill"
+        self._base = 0
         self._first_token = 0.0
 
     def __enter__(self) -> _Screen:
@@ -99,12 +100,14 @@ class _Screen:
     def _prefill(self, event: Prefill) -> None:
         if self._what != "bar":
             self._close()
-            if event.total < SHORT_PREFILL and not self.out.json:
-                return
             self._what = "bar"
-            self._report = self._open.enter_context(self.out.progress(self._label, type="prefill"))
-        assert self._report is not None
-        self._report(event.done, event.total)
+            self._base = (
+                0 if self.out.json else event.done
+            )  # what was there before: the bar's speed is that of the rest
+            if self.out.json or event.total - event.done >= SHORT_PREFILL:
+                self._report = self._open.enter_context(self.out.progress(self._label, type="prefill"))
+        if self._report is not None:
+            self._report(event.done - self._base, event.total - self._base)
         self._first_token = time.monotonic()
 
     def _text(self, event: ev.Text) -> None:
@@ -161,7 +164,9 @@ class _Screen:
 
     def _compaction_failed(self, event: ev.CompactionFailed) -> None:
         self._label = "prefill"
-        self.out.line(f"not compacted ({event.step}): {event.reason} Nothing has changed.", style="magenta")
+        self.out.line(
+            f"not compacted ({event.step}): {event.reason.rstrip('.')}. Nothing has changed.", style="magenta"
+        )
 
     def _turn_end(self, event: TurnEnd) -> None:
         self.end = event
