@@ -71,7 +71,7 @@ fast-0 fast-1:
 bench: build $(if $(PEERS),$(VENV)/.bench) ## measure; PEERS=1 also installs and measures other engines
 	$(PY) -m pytest $(PYTEST_ARGS) benchmarks
 
-demo: $(RUN) build/.core ## set up, fetch SmolLM2-135M-Instruct and move its context around
+demo: $(RUN) build/.core ## set up, fetch SmolLM2-135M-Instruct, and see a long conversation compact itself
 	$(VENV)/bin/ds4 demo
 
 C_FILES = $(shell find csrc tests/c -name '*.c' -o -name '*.h')

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from compacting import tiny_engines  # noqa: F401  (a fixture)
 from hypothesis import HealthCheck, settings
 from oracle import DATA, make_engine, settled
 

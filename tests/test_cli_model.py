@@ -114,14 +114,3 @@ def test_wrong_values(capsys, smollm2, args, code, message):
     assert cli.main(["run", "-m", str(smollm2), *args]) == code
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_demo_shows_only_what_was_compared(capsys, smollm2):
-    events = ds4(capsys, "demo", "--tokens", "64")
-    figures = [e for e in events if e["type"] == "figure"]
-    assert len(figures) == 7 and all(f["bit_exact"] for f in figures)
-    by_name = {f["operation"]: f for f in figures}
-    edit = by_name["sync after an edit 20 tokens back"]
-    assert (edit["reused"], edit["evaluated"]) == (64 - 21, 21)
-    assert any(e["type"] == "text" for e in events)

@@ -35,7 +35,7 @@ def add(subparsers: Subparsers) -> None:
 
 def _command(commands: Subparsers, name: str, run: Callable[..., int | None], help: str) -> argparse.ArgumentParser:
     parser = command(commands, name, run, help)
-    scenario.add_model(parser, ctx=False)
+    scenario.add_model(parser)
     return parser
 
 

@@ -158,10 +158,12 @@ class Conversation:
         """A compaction that was prepared while the model was idle, and the tokens that came behind it."""
         with self.copy(background=True) as copy:
             copy.background.idle()
-            with self.out.progress("preparing in the background") as report:
-                while not copy.background.wait(0.2) and copy.background.error is None:
-                    working = copy.live.working
-                    report(working.pos if working is not None else 0, 0)
+            label = f"ctx {self.ctx}, preparing in the background"
+            with self.out.progress(label, phase=label) as report:
+                ready = scenario.prepared(copy, lambda: report(getattr(copy.live.working, "pos", 0), 0))
+            if not ready:
+                why = copy.background.error or "it was given up"
+                raise Ds4Error(f"at ctx {self.ctx} no compaction could be prepared in the background: {why}")
             since = self.turn_since(copy)
             return self._compact(copy, "compaction, prepared").compactions[0], since
 
@@ -176,6 +178,7 @@ class Conversation:
             computed = chat.live.evaluated
             list(chat.live.sync())
             again += chat.live.evaluated - computed
+            chat.session.check()
             if chat.session.tokens != tokens or _probe(chat.session) != probe:
                 raise Ds4Error(f"a compaction that was interrupted in its {phase} has left a trace: please report this")
         return again, longest

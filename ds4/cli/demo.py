@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ds4 import events as ev
 from ds4.chat_formats import ToolCall
 from ds4.cli import scenario
-from ds4.cli.options import Subparsers, command
+from ds4.cli.options import Subparsers, at_least, command
 from ds4.cli.output import Output
 from ds4.cli.scenario import READ_ON, READING, Measured, Watch, time_text
 from ds4.errors import Ds4Error
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 CTX = 4096
 PARTS = 3  # of the log that fit before the next one does not
 ANSWER = 60  # most tokens of an answer of the model, where its turns are not its own
+FREE_ANSWER = 2000  # the same for a free model, which may think
 FREE_TURNS = 8  # messages to a free model before a compaction is given up
-WAIT = 0.2  # seconds between two looks at the background pass
 
 NOTES = (
     "So far the log is a list of days. Each line names the keeper, the thing that was looked at, its state, the sky, "
@@ -50,13 +50,14 @@ def add(subparsers: Subparsers) -> None:
     help = "a long conversation that compacts itself, and what that costs, each result checked"
     parser = command(subparsers, "demo", run, help)
     scenario.add_model(parser)
+    parser.add_argument("--ctx", type=at_least(2048), default=CTX, metavar="N", help=f"context (default: {CTX})")
     parser.add_argument("--free", action="store_true", help="all answers are the model's own (it has to be able to)")
 
 
 def run(args: argparse.Namespace, out: Output) -> None:
     with scenario.open_model(args, out) as engine, tempfile.TemporaryDirectory(prefix="ds4-demo-") as folder:
         scenario.need_tools(engine, args.model)
-        with _Demo(engine, out, Path(folder), args.ctx or CTX, args.free) as demo:
+        with _Demo(engine, out, Path(folder), args.ctx, args.free) as demo:
             demo.run()
             demo.report()
 
@@ -109,7 +110,7 @@ class _Demo:
             system=scenario.SYSTEM,
             tools=self.tools,
             sampling=None if self.free else Sampling(),
-            max_tokens=None if self.free else ANSWER,
+            max_tokens=FREE_ANSWER if self.free else ANSWER,
             policy=CompactionPolicy(background=background),
             store=self.folder / "conversation",
         )
@@ -205,23 +206,17 @@ class _Demo:
 
     def wait_for_background(self) -> None:
         """The user is away, and the model has time."""
-        background, start = self.chat.background, time.perf_counter()
+        start = time.perf_counter()
         self.out.event("preparing")
         text, fancy = "the model is idle: a compaction is being prepared on a fork", self.out.fancy_err
         if not fancy:
             self.out.note(text)
         with self.out.err.status(text) if fancy and not self.out.quiet else nullcontext():
-            looked = start
-            while not background.wait(WAIT) and time.perf_counter() - looked > WAIT / 2:  # else nothing is in work
-                looked = time.perf_counter()
+            ready = scenario.prepared(self.chat)
         seconds = time.perf_counter() - start
-        self.out.event("prepared", ready=background.ready, seconds=seconds)
-        said = (
-            f"prepared in {time_text(seconds)}"
-            if background.ready
-            else f"not prepared: {background.error or 'too early'}"
-        )
-        self.out.line(said, style="dim")
+        self.out.event("prepared", ready=ready, seconds=seconds)
+        why = self.chat.background.error or "too little has been said"
+        self.out.line(f"prepared in {time_text(seconds)}" if ready else f"not prepared: {why}", style="dim")
 
     # ---- what is said around it
 
@@ -242,10 +237,10 @@ class _Demo:
         self.out.event("step", title=text)
 
     def report(self) -> None:
-        rows = [_row(one) for one in self.compactions]
         self.title("Report")
-        columns = ["compaction", "tokens", "reused", "re-prefilled", "summary", "rollback", "rebuild", "pause", "bits"]
-        self.out.table(columns, rows, right=range(1, 8))
+        columns = [_column(one) for one in self.compactions]
+        rows = list(zip(_FIGURES, *columns, strict=True))
+        self.out.table(["compaction", *(one.kind for one in self.compactions)], rows, right=range(1, 1 + len(columns)))
         self.out.line()
         for text in self.conclusions():
             self.out.line(text)
@@ -279,18 +274,18 @@ class _Demo:
             )
 
 
-def _row(one: Measured) -> list[object]:
+_FIGURES = (
+    "tokens before", "tokens after", "reused", "re-prefilled", "summary", "rollback", "rebuild", "pause",
+    "next logits",
+)  # fmt: skip
+
+
+def _column(one: Measured) -> list[str]:
+    """The figures of one compaction, as text."""
     done = one.done
-    by = {"retry": " (penalty)", "ledger": " (none kept)"}.get(done.step, "")
-    work = [time_text(done.summary_seconds) + by, time_text(done.rollback_seconds), time_text(one.rebuild)]
+    by = {"retry": "penalty, ", "ledger": "none kept, "}.get(done.step, "")
+    work = [by + time_text(done.summary_seconds), time_text(done.rollback_seconds), time_text(one.rebuild)]
     if one.kind == "background":
-        work = ["ahead", "ahead", "ahead"]
-    return [
-        one.kind,
-        f"{done.before} -> {done.after}",
-        done.reused,
-        done.evaluated,
-        *work,
-        time_text(done.pause),
-        "same",
-    ]
+        work = ["done ahead"] * 3
+    tokens = [str(n) for n in (done.before, done.after, done.reused, done.evaluated)]
+    return [*tokens, *work, time_text(done.pause), "same bits"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,6 +39,7 @@ _THINGS = ("the lamp", "the pump", "the north door", "the fuel tank", "the radio
 _STATES = ("in good order", "cleaned and oiled", "worn, a spare is needed", "repaired with wire", "tested twice")
 _SKY = ("clear", "low cloud", "rain from the west", "fog until noon")
 _MOST_LINES = 1 << 16
+_LOOK = 0.2  # seconds between two looks at the background pass
 
 
 def log_text(lines: int) -> str:
@@ -63,11 +64,11 @@ def reading_tools(folder: Path) -> list[Tool]:
     return builtin_tools(folder, max_lines=_MOST_LINES, max_bytes=1 << 26)
 
 
-def add_model(parser: argparse.ArgumentParser, ctx: bool = True) -> None:
+def add_model(parser: argparse.ArgumentParser) -> None:
     """Flags for the model, which has a default here, and its engine."""
     help = f"default: {MODEL}, which is fetched when it is not here"
     parser.add_argument("-m", "--model", metavar="M", default=MODEL, help=help)
-    add_engine(parser, ctx)
+    add_engine(parser, ctx=False)
 
 
 def open_model(args: argparse.Namespace, out: Output) -> Engine:
@@ -114,6 +115,17 @@ def lines_up_to(chat: Chat, start: int, used: int, question: str) -> int:
     fits."""
     call = chat.writer.assistant(READING, [read(start, 1000)])
     return lines_for(chat, start, used - chat.live.used - len(chat.writer.user(question, first=False)) - len(call))
+
+
+def prepared(chat: Chat, seen: Callable[[], None] = lambda: None) -> bool:
+    """Waits until a compaction is prepared in the background; False when none is in work. Calls `seen` meanwhile."""
+    while True:
+        looked = time.perf_counter()
+        if chat.background.wait(_LOOK):
+            return True
+        if time.perf_counter() - looked < _LOOK / 2:
+            return False
+        seen()
 
 
 # ---- what is looked at
