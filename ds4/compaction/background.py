@@ -6,53 +6,80 @@ The user goes first: `pause` stops the pass at the next op, its whole chunks sta
 from __future__ import annotations
 
 import threading
-from collections.abc import Generator, Sequence
+import time
+from collections.abc import Callable, Generator, Sequence
 
 from ds4.engine import Session
-from ds4.errors import Cancelled, Ds4Error
+from ds4.errors import Cancelled
 from ds4.events import Event
-from ds4.nodes import Node, size_of
+from ds4.nodes import Node
 
 from .summary import SummaryPass
-from .transaction import Build, Compactor, Outcome, Refused
+from .transaction import Build, Compactor
+
+REASON = "prepared while the model was idle"
 
 
 class Preparation:
-    """A compaction of `base` on a fork. `run` may be stopped and called again."""
+    """A compaction of `base` on a fork, up to its commit. `run` may be stopped and called again."""
 
-    def __init__(self, compactor: Compactor, reason: str) -> None:
-        self.compactor, self.live, self.reason = compactor, compactor.live, reason
+    def __init__(self, compactor: Compactor) -> None:
+        self.compactor, self.live = compactor, compactor.live
         self.base: tuple[Node, ...] = self.live.transcript.surface
         self.fork: Session | None = None
         self.summary: SummaryPass | None = None
         self.build: Build | None = None
         self.stopped = threading.Event()
-        self.complete = False
+        self.complete = self.failed = False
+        self.seconds = 0.0
+        """That it has worked so far."""
 
-    def run(self) -> Generator[Event, None, None]:
-        """Works until all but the commit is done. Raises Cancelled after `stop`, and what a compaction raises."""
-        stop = self.stopped.is_set
-        if self.build is None:
-            if self.fork is None:
-                self.live.lend_spare()
-                self.fork = self.live.session.fork()
-            if self.summary is None:
-                yield from self.live.bring(self.fork, self.base, (), stop)
-                self.summary = self.compactor.summary_pass(self.fork, self.reason, self.base)
-            summarised = yield from self.summary.run()
-            plan = self.compactor.planner(summarised, self.base)
-            self.build = self.compactor.build(plan, self.fork, summarised.step, self.compactor.archive)
-            self.summary.close()
-            self.build.session, self.fork = self.fork, None  # the summary is cut off when it is brought to the plan
-        yield from self.build.run(stop)
-        self.complete = True
+    def run(self, stop: Callable[[], bool]) -> Generator[Event, None, None]:
+        """Works until all but the commit is done. Raises Cancelled when `stop` says so, and what a compaction raises:
+        PoolFull at its start, when there is no room."""
+        start = time.perf_counter()
+        try:
+            if self.build is None:
+                self.build = yield from self._plan(stop)
+            yield from self.build.run(stop)
+            self.complete = True
+        finally:
+            self.live.working = None
+            self.seconds += time.perf_counter() - start
+
+    def _plan(self, stop: Callable[[], bool]) -> Generator[Event, None, Build]:
+        live = self.live
+        if self.fork is None:
+            live.lend_spare()
+            self.fork = live.session.fork()
+        live.working = self.fork
+        if self.summary is None:
+            yield from live.bring(self.fork, self.base, (), stop)
+            self.summary = self.compactor.summary_pass(self.fork, REASON, self.base)
+            self.fork.reserve(
+                min(len(self.summary.prompt) + self.compactor.limits.summary, self.fork.ctx - self.fork.pos)
+            )
+        summarised = yield from self.summary.run(stop)
+        self.summary.close()
+        build = self.compactor.build(self.compactor.planner(summarised, self.base), self.fork, summarised.step)
+        build.restate(self.compactor.notes())
+        build.take(self.fork)
+        self.fork = None
+        return build
+
+    def finish(self, stop: Callable[[], bool]) -> Generator[Event, None, Build]:
+        """Does what is missing, in the foreground."""
+        if not self.complete:
+            yield from self.run(stop)
+        assert self.build is not None
+        return self.build
 
     def stop(self) -> None:
         """Ends `run` at the next op, from any thread."""
         self.stopped.set()
-        for session in (self.fork, self.build.session if self.build is not None else None):
-            if session is not None:
-                session.cancel()
+        working = self.live.working
+        if working is not None:
+            working.cancel()
 
     def since(self, surface: Sequence[Node]) -> Sequence[Node] | None:
         """The nodes that came behind what this was made from; None when that has changed."""
@@ -68,18 +95,20 @@ class Preparation:
             self.build.discard()
         if self.fork is not None:
             self.fork.close()
+        self.fork = None
         self.live.return_spare()
 
 
 class Background:
-    """Prepares the next compaction of a live conversation in a thread of its own, where the policy wants that."""
+    """Prepares the next compaction of a live conversation in a thread of its own, where the policy wants that. All
+    calls come from the thread that the conversation is in."""
 
     def __init__(self, compactor: Compactor) -> None:
         self.compactor, self.live = compactor, compactor.live
         self._work: Preparation | None = None
         self._thread: threading.Thread | None = None
         self._failed_at: int | None = None
-        self._failed = False
+        self._closed = False
         self.error: Exception | None = None
         """Why the last preparation was given up."""
 
@@ -91,15 +120,17 @@ class Background:
     def idle(self) -> None:
         """The model has nothing to do: begins a preparation, or goes on with the one that was paused."""
         live = self.live
-        if live.policy is None or not live.policy.background or live.limits is None or self._thread is not None:
+        if live.policy is None or not live.policy.background or live.limits is None or self._closed:
             return
+        self.pause()
         if self._work is not None and self._work.since(live.transcript.surface) is None:
             self._give_up()
         if self._work is None:
-            grown = self._failed_at is None or live.used >= self._failed_at + live.ctx // 50
-            if live.used < live.limits.pre or not grown or live.transcript.held is not None:
+            failed = self._failed_at
+            tried = failed is not None and failed <= live.used < failed + max(1, live.ctx // 50)
+            if live.used < live.limits.pre or tried or live.transcript.held is not None:
                 return
-            self._work = Preparation(self.compactor, "prepared while the model was idle")
+            self._work = Preparation(self.compactor)
         if not self._work.complete:
             self._work.stopped.clear()
             self._thread = threading.Thread(target=self._run, args=(self._work,), daemon=True)
@@ -107,12 +138,13 @@ class Background:
 
     def _run(self, work: Preparation) -> None:
         try:
-            for _ in work.run():
+            for _ in work.run(work.stopped.is_set):
                 pass
         except Cancelled:
             pass
-        except (Ds4Error, Refused, OSError) as error:
-            self.error, self._failed = error, True
+        except Exception as error:  # whatever it is, the conversation goes on without a preparation
+            self.error = error.with_traceback(None)  # which would keep sessions alive
+            work.failed = True
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the preparation in work; True when a compaction is prepared."""
@@ -123,18 +155,21 @@ class Background:
         return self.ready
 
     def pause(self) -> None:
-        """The user goes first."""
-        if self._thread is not None:
+        """The user goes first: the pass ends at the next op."""
+        thread = self._thread
+        if thread is None:
+            return
+        while thread.is_alive():
             if self._work is not None:
-                self._work.stop()
-            self._thread.join()
-            self._end()
+                self._work.stop()  # again: it may have been between two calls of the core
+            thread.join(0.01)
+        self._end()
 
     def _end(self) -> None:
         """The thread is gone: a preparation that failed is given up."""
         self._thread = None
-        if self._failed:
-            self._failed, self._failed_at = False, self.live.used
+        if self._work is not None and self._work.failed:
+            self._failed_at = self.live.used
             self._give_up()
 
     def _give_up(self) -> None:
@@ -142,35 +177,18 @@ class Background:
             self._work.discard()
             self._work = None
 
-    def finish(self, reason: str) -> Generator[Event, None, Outcome | None]:
-        """Commits what is prepared, finishing it first if need be. None when there is nothing that can be used: then
-        the compaction is made on the spot."""
+    def take(self) -> Preparation | None:
+        """What is prepared, to be finished and committed by the caller: all of it, or a part. None when there is
+        nothing, or nothing that could be used any more."""
         self.pause()
-        work = self._work
-        if work is None:
-            return None
-        since = work.since(self.live.transcript.surface)
-        limits = self.live.limits
-        self._work = None
-        try:
-            if since is None or limits is None:
-                return None
-            work.stopped.clear()
-            if not work.complete:
-                yield from work.run()
-            assert work.build is not None
-            if work.build.plan.size + size_of(since) > limits.landing:
-                return None
-            outcome = yield from self.compactor.adopt(reason, work.build, since)
-            return outcome if outcome.state in ("done", "cancelled") else None
-        except (Refused, OSError, Ds4Error) as error:
-            if isinstance(error, Cancelled):
-                raise
-            return None
-        finally:
+        work, self._work = self._work, None
+        if work is not None and work.since(self.live.transcript.surface) is None:
             work.discard()
+            work = None
+        return work
 
     def close(self) -> None:
         """Stops the pass and leaves nothing behind."""
+        self._closed = True
         self.pause()
         self._give_up()

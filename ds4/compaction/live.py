@@ -15,6 +15,7 @@ from .policy import CompactionPolicy
 from .whole import request_size
 
 PIECE = 256  # tokens between two Prefill events
+SPARE = 128  # tokens more than a rebuild has: markers, and pages that two sessions hold in part
 
 
 class Live:
@@ -42,7 +43,7 @@ class Live:
         """A fork that computes at present, so that `cancel` reaches it."""
         self.cancels = 0
         self._spare: Session | None = None
-        self._lent = False
+        self._lent = self._closed = False
 
     def check(self) -> None:
         """Raises ArgumentError with the numbers when ctx is too small for the policy."""
@@ -80,7 +81,7 @@ class Live:
         pinned, edges = self._edges(nodes)
         at = common(session.tokens, target)
         evaluated, start, cancels = 0, time.perf_counter(), session.cancels
-        while at < len(target) or session.pos != len(target) or not session.logits_valid:
+        while target and (at < len(target) or session.pos != len(target) or not session.logits_valid):
             at = min([edge for edge in edges if edge > at] + [at + PIECE, len(target)])
             evaluated += session.sync(target[:at]).evaluated
             if at in edges:
@@ -111,15 +112,18 @@ class Live:
 
     def secure(self, tokens: int) -> None:
         """Sets pages aside for `tokens` more and for the summary behind them, and for a rebuild. Raises PoolFull."""
-        if self.limits is None:
+        if self.limits is None or self._closed:
             return
-        self.session.reserve(min(tokens + self.limits.generation, self.ctx - self.session.pos))
+        limits, left = self.limits, self.ctx - self.session.pos
+        # a request that copies the summary before it, and the new summary
+        self.session.reserve(min(tokens + limits.generation + 2 * limits.summary, left))
         if self._lent:
             return
         if self._spare is None:
             self._spare = self.engine.session(self.ctx)
-        limits = self.limits
-        rebuild = min(limits.landing, limits.summary + limits.ledger + 2 * limits.tail + limits.human_keep)
+        kept = size_of(self.writer.opening()) + 2 * limits.tail + limits.human_keep
+        made = limits.summary + limits.ledger + limits.human
+        rebuild = min(min(limits.landing, kept + made) + SPARE, self.ctx)
         if self._spare.reserved < rebuild:
             self._spare.reserve(rebuild)
 
@@ -148,6 +152,8 @@ class Live:
         return old
 
     def close(self) -> None:
+        """Gives all pages back. Safe to call twice."""
+        self._closed = True
         self.lend_spare()
         self.session.close()
 

@@ -16,18 +16,28 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from ds4.engine import Mark, Session
-from ds4.errors import Busy, Cancelled, Ds4Error
-from ds4.events import CompactionDone, CompactionFailed, CompactionStarted, Event, Notice
+from ds4.errors import Busy, Cancelled, ContextFull, Ds4Error, PoolFull, SystemResourceError
+from ds4.events import (
+    CompactionDone,
+    CompactionFailed,
+    CompactionPlanned,
+    CompactionStarted,
+    Event,
+    Notice,
+    SummaryDiscarded,
+)
 from ds4.interrupts import uninterrupted
-from ds4.nodes import Node, size_of
+from ds4.nodes import Node, size_of, tokens_of
 from ds4.spill import Entry
 
-from .live import Live, open_calls
+from .live import Live, common, open_calls
 from .plan import Plan, Refusal
+from .policy import CompactionPolicy
 from .summary import Summarised, SummaryPass
-from .whole import acceptance, nothing_to_compact, plan_whole, request_for
+from .whole import acceptance, nothing_to_compact, plan_whole, request_for, request_size
 
 MakePlan = Callable[[str | None], Plan | Refusal]
 """From the locator of the archive, None without one, to a plan."""
@@ -47,12 +57,21 @@ class Outcome:
 
 
 @dataclass
-class Timing:
-    """Seconds of the parts of a compaction."""
+class Run:
+    """A compaction in progress: whether the user has cancelled it, and the seconds of its parts. `prepared`: those
+    that went by before it was needed."""
 
+    stop: Callable[[], bool]
     start: float = field(default_factory=time.perf_counter)
     summary: float = 0.0
     rollback: float = 0.0
+    prepared: float = 0.0
+    rolled_back: bool = False
+
+    def check(self) -> None:
+        """Raises Cancelled when the user has cancelled."""
+        if self.stop():
+            raise Cancelled("the compaction was cancelled.")
 
 
 class Refused(Exception):
@@ -64,46 +83,103 @@ class Refused(Exception):
 
 
 class Build:
-    """A plan, and the fork that is brought to its surface. `run` may be ended and run again: whole chunks stay."""
+    """A plan, and the fork that is brought to its surface. `run` may be ended and run again: whole chunks stay.
+
+    `bare`: the plan without `notes`, which are the texts about what is alive outside of the transcript.
+    """
 
     def __init__(
-        self, live: Live, source: Session, plan: Plan, step: str, entry: Entry | None, archive_error: str = ""
+        self, live: Live, source: Session, bare: Plan, step: str, entry: Entry | None = None, archive_error: str = ""
     ) -> None:
-        self.live, self.source, self.plan, self.step = live, source, plan, step
+        self.live, self.source, self.bare, self.step = live, source, bare, step
         self.entry, self.archive_error = entry, archive_error
+        self.notes: tuple[str, ...] = ()
+        self.plan = bare
         self.session: Session | None = None
-        self.evaluated = 0
+        self.front: int | None = None
+        """How many rows of the old context the fork has kept; None before it has begun."""
+        self._secured = 0
+
+    def restate(self, texts: Sequence[str]) -> None:
+        """Puts the notes right behind the checkpoint, as one."""
+        if tuple(texts) == self.notes:
+            return
+        self.notes, writer, surface = tuple(texts), self.live.writer, self.bare.surface
+        note = [writer.user("\n".join(texts), first=False, kind="note")] if texts else []
+        at = next(i for i, node in enumerate(surface) if node is self.bare.checkpoint) + 1
+        self.plan = replace(self.bare, surface=tuple(writer.arrange([*surface[:at], *note, *surface[at:]])))
+
+    def take(self, fork: Session) -> None:
+        """Uses this session, whose contents are of no more use to anybody, instead of a fork of its own."""
+        self.session, self.source = fork, fork
+
+    def reused(self, extra: Sequence[Node] = ()) -> int:
+        """How many rows of the session stay where they are."""
+        source = self.session or self.source
+        return source.nearest_exact(common(source.tokens, tokens_of((*self.plan.surface, *extra))))
 
     def run(self, stop: Callable[[], bool] = bool, extra: Sequence[Node] = ()) -> Generator[Event, None, None]:
-        """Brings the fork to the plan's surface and `extra` nodes behind it."""
+        """Brings the fork to the plan's surface and `extra` nodes behind it. All its pages are taken at the start."""
+        surface = (*self.plan.surface, *extra)
         if self.session is None:
             self.live.lend_spare()
-            self.session = self.source.fork()
+            self.session = self.source.fork(self.reused(extra))
         self.live.working = self.session
         try:
-            _, evaluated = yield from self.live.bring(self.session, (*self.plan.surface, *extra), (), stop)
-            self.evaluated += evaluated
+            if self._secured < size_of(surface):
+                self.session.truncate(self.reused(extra))
+                self.session.reserve(size_of(surface) - self.session.pos)
+                self._secured = size_of(surface)
+            if self.front is None:
+                self.front = self.session.pos
+            yield from self.live.bring(self.session, surface, (), stop)
         finally:
             self.live.working = None
 
     def discard(self) -> None:
         """Leaves nothing behind."""
-        if self.entry is not None:
-            self.entry.discard()
         if self.session is not None:
             self.session.close()
+        if self.entry is not None:
+            self.entry.discard()
+        self.session = self.entry = None
         self.live.return_spare()
+
+
+class Prepared(Protocol):
+    """A compaction that was begun before it was needed, see `background`."""
+
+    seconds: float
+
+    def finish(self, stop: Callable[[], bool]) -> Generator[Event, None, Build]:
+        """Does what is missing up to the commit. Raises Cancelled when `stop` says so, and what a compaction raises."""
+
+    def since(self, surface: Sequence[Node]) -> Sequence[Node] | None:
+        """The nodes that came behind what it was made from; None when that has changed."""
+
+    def discard(self) -> None:
+        """Leaves nothing behind."""
 
 
 class Compactor:
     """Compacts one live conversation, one compaction at a time.
 
     `notes` gives texts about what is alive outside of the transcript, to be restated after a rebuild; `archive`:
-    whether what is replaced goes to the spill.
+    whether what is replaced goes to the spill. `policy`: for compactions that are asked for where the conversation has
+    none of its own.
     """
 
-    def __init__(self, live: Live, *, notes: Callable[[], Sequence[str]] = list, archive: bool = True) -> None:
+    def __init__(
+        self,
+        live: Live,
+        *,
+        notes: Callable[[], Sequence[str]] = list,
+        archive: bool = True,
+        policy: CompactionPolicy | None = None,
+    ) -> None:
         self.live, self.notes, self.archive = live, notes, archive
+        self.policy = live.policy or policy or CompactionPolicy()
+        self.limits = live.limits or self.policy.limits(live.ctx, request_size(live.writer, self.policy))
         self.step = ""
         """Where the compaction in progress is, or where the last one ended."""
         self.busy = False
@@ -111,60 +187,61 @@ class Compactor:
 
     def allowed(self) -> bool:
         """Whether an automatic compaction may be tried: not while the surface has hardly grown since one failed."""
-        return self._failed_at is None or self.live.used >= self._failed_at + max(1, self.live.ctx // 50)
+        failed = self._failed_at
+        return failed is None or not failed <= self.live.used < failed + max(1, self.live.ctx // 50)
 
-    def whole(self, reason: str) -> Generator[Event, None, Outcome]:
-        """Whole-history compaction: the model writes the checkpoint."""
+    def whole(self, reason: str, prepared: Prepared | None = None) -> Generator[Event, None, Outcome]:
+        """Whole-history compaction: the model writes the checkpoint. `prepared` is used where that is possible, and
+        is gone in any case."""
         live = self.live
-        assert live.limits is not None
-        surface = live.transcript.surface
-        nothing = nothing_to_compact(surface, live.writer, live.limits, open_calls(surface))
-        if nothing is not None:
-            yield Notice(nothing.reason)
-            return Outcome("nothing", nothing.reason)
-        outcome = yield from self._transaction(reason, lambda timing: self._whole(timing, reason))
-        if outcome.state in ("done", "failed"):
-            self._failed_at = self.live.used if outcome.state == "failed" else None
+        try:
+            surface = live.transcript.surface
+            nothing = nothing_to_compact(surface, live.writer, self.limits, open_calls(surface))
+            if nothing is not None:
+                self._failed_at = live.used
+                yield Notice(nothing.reason)
+                return Outcome("nothing", nothing.reason)
+            outcome = yield from self._transaction(reason, lambda run: self._prepared_or_whole(run, reason, prepared))
+        finally:
+            if prepared is not None:
+                prepared.discard()
+        if outcome.state == "failed":
+            self._failed_at = live.used
         return outcome
 
     def span(self, reason: str, make_plan: MakePlan) -> Generator[Event, None, Outcome]:
         """A compaction whose checkpoint somebody wrote already."""
 
-        def work(timing: Timing) -> Generator[Event, None, Outcome]:
+        def work(run: Run) -> Generator[Event, None, Outcome]:
             yield from self.live.sync()
-            return (yield from self._settle(make_plan, "agent", timing))
-
-        return self._transaction(reason, work)
-
-    def adopt(self, reason: str, build: Build, since: Sequence[Node]) -> Generator[Event, None, Outcome]:
-        """Commits what was prepared on a fork; `since`: the nodes that came behind what it was made from."""
-
-        def work(timing: Timing) -> Generator[Event, None, Outcome]:
-            extra = self.live.writer.arrange(since, build.plan.surface)
-            yield from build.run(self._stop(), extra)
-            return self._commit(build, extra, timing)
+            return (yield from self._settle(make_plan, "agent", run))
 
         return self._transaction(reason, work)
 
     def _transaction(
-        self, reason: str, work: Callable[[Timing], Generator[Event, None, Outcome]]
+        self, reason: str, work: Callable[[Run], Generator[Event, None, Outcome]]
     ) -> Generator[Event, None, Outcome]:
         """The frame of every compaction: one at a time, its bracket in the log, its failure an event."""
         if self.busy:
             raise Busy("a compaction of this conversation is running; try again when it has ended.")
-        self.busy, self.step = True, "mark"
-        transcript = self.live.transcript
+        transcript, cancels = self.live.transcript, self.live.cancels
+        run = Run(lambda: self.live.cancels != cancels)  # a cancel between two steps counts as well
         try:
-            yield CompactionStarted(reason, self.live.used)
-            transcript.record("compaction_started", reason=reason, bottom=self.live.used)
-            outcome = yield from work(Timing())
-        except Refused as error:
-            outcome = Outcome("failed", error.refusal.reason)
-        except (Ds4Error, OSError) as error:
-            state = "cancelled" if isinstance(error, Cancelled) else "failed"
-            outcome = Outcome(state, " ".join(str(error).split()), error=error)
+            try:
+                self.busy, self.step = True, "mark"
+                yield CompactionStarted(reason, self.live.used)
+                transcript.record("compaction_started", reason=reason, bottom=self.live.used)
+                run.check()
+                outcome = yield from work(run)
+            except Refused as error:
+                outcome = Outcome("failed", error.refusal.reason)
+            except (Ds4Error, OSError) as error:
+                state = "cancelled" if isinstance(error, Cancelled) else "failed"
+                outcome = Outcome(state, " ".join(str(error).split()), error=error)
+            finally:
+                self._leave()
         finally:
-            self.busy = False
+            self._leave()  # again, for a Ctrl-C that came right before it
         if outcome.state == "done":
             assert outcome.done is not None
             yield outcome.done
@@ -173,44 +250,84 @@ class Compactor:
         yield CompactionFailed(outcome.reason, self.step)
         return outcome
 
+    def _leave(self) -> None:
+        self.busy, self.live.working = False, None
+        self.live.return_spare()
+
     # ---- the steps
 
-    def _whole(self, timing: Timing, reason: str) -> Generator[Event, None, Outcome]:
+    def _prepared_or_whole(self, run: Run, reason: str, prepared: Prepared | None) -> Generator[Event, None, Outcome]:
+        """Commits what is prepared; where it will not do, the compaction is made on the spot."""
+        if prepared is not None:
+            try:
+                return (yield from self._adopt(run, prepared))
+            except Cancelled:
+                raise
+            except (Refused, Ds4Error, OSError):
+                prepared.discard()
+        return (yield from self._whole(run, reason))
+
+    def _adopt(self, run: Run, prepared: Prepared) -> Generator[Event, None, Outcome]:
+        surface = self.live.transcript.surface
+        since = prepared.since(surface)
+        if since is None:
+            raise Refused(Refusal("changed", "the conversation has changed inside of what was prepared"))
+        build = yield from prepared.finish(run.stop)
+        run.prepared = prepared.seconds
+        if build.plan.checkpoint.data["number"] != self._number():
+            raise Refused(Refusal("changed", "another checkpoint was made since the compaction was prepared"))
+        build.restate(self.notes())
+        extra = self.live.writer.arrange(since, build.plan.surface)
+        if build.plan.size + size_of(extra) > self.limits.landing:
+            raise Refused(Refusal("landing", "too much has come since the compaction was prepared"))
+        return (yield from self._finish(build, extra, run))
+
+    def _whole(self, run: Run, reason: str) -> Generator[Event, None, Outcome]:
+        surface = self.live.transcript.surface
+        try:
+            summarised = yield from self._summarise(run, reason, surface)
+        except (PoolFull, ContextFull) as error:  # a rebuild is possible all the same: its pages are set aside
+            yield SummaryDiscarded(str(error))
+            summarised = Summarised("", "ledger", 0, str(error))
+        return (yield from self._settle(self.planner(summarised, surface), summarised.step, run))
+
+    def _summarise(self, run: Run, reason: str, surface: Sequence[Node]) -> Generator[Event, None, Summarised]:
+        """The summary pass, after which the session stands where it stood."""
         live = self.live
-        surface = live.transcript.surface
         yield from live.sync()
-        start = time.perf_counter()
         summary = self.summary_pass(live.session, reason, surface)
+        self.step, start = "summary", time.perf_counter()
         with live.session.mark() as bottom:
             try:
-                self.step = "summary"
-                summarised = yield from summary.run()
+                try:
+                    summarised = yield from summary.run(run.stop)
+                    run.summary = time.perf_counter() - start
+                    return summarised
+                finally:
+                    self._roll_back(bottom, summary, run)
             finally:
-                timing.summary = time.perf_counter() - start
-                summary.close()
-                self._roll_back(bottom, timing)
-        return (yield from self._settle(self.planner(summarised, surface), summarised.step, timing))
+                self._roll_back(bottom, summary, run)  # again, for a Ctrl-C that came right before it
 
-    def _roll_back(self, bottom: Mark, timing: Timing) -> None:
-        """The request and its answer were never there."""
-        start = time.perf_counter()
-        bottom.session.rollback(bottom)
-        timing.rollback = time.perf_counter() - start
-
-    def _stop(self) -> Callable[[], bool]:
-        """Whether `cancel` was called since now."""
-        cancels = self.live.cancels
-        return lambda: self.live.cancels != cancels
+    def _roll_back(self, bottom: Mark, summary: SummaryPass, run: Run) -> None:
+        """The request and its answer were never there. Once; then, and when the session is closed, it does nothing."""
+        with uninterrupted():
+            if run.rolled_back or not bottom.alive:
+                return
+            start = time.perf_counter()
+            summary.close()
+            try:
+                bottom.session.rollback(bottom)
+            except SystemResourceError:
+                bottom.session.rollback(bottom)  # the system was short of memory for an instant; nothing has changed
+            run.rolled_back, run.rollback = True, time.perf_counter() - start
 
     def summary_pass(self, session: Session, reason: str, surface: Sequence[Node]) -> SummaryPass:
         """The summary of a surface, to be run on a session that holds it."""
-        live, waiting = self.live, open_calls(surface)
-        assert live.policy is not None and live.limits is not None
-        request = request_for(surface, live.writer, live.limits, live.policy, reason, waiting)
-        accept = acceptance(surface, live.writer, live.limits, number=self._number(), waiting=waiting)
-        format = live.writer.format
+        writer, limits, waiting = self.live.writer, self.limits, open_calls(surface)
+        request = request_for(surface, writer, limits, self.policy, reason, waiting)
+        accept = acceptance(surface, writer, limits, number=self._number(), waiting=waiting)
         return SummaryPass(
-            session, format, request.prompt, live.limits, live.policy, request_ids=request.ids, accept=accept
+            session, writer.format, request.prompt, limits, self.policy, request_ids=request.ids, accept=accept
         )
 
     def planner(self, summarised: Summarised, surface: Sequence[Node]) -> MakePlan:
@@ -218,9 +335,8 @@ class Compactor:
         live, number, waiting = self.live, self._number(), open_calls(surface)
 
         def make_plan(locator: str | None) -> Plan | Refusal:
-            assert live.limits is not None
             return plan_whole(
-                surface, live.writer, live.limits, summarised.text, number=number, locator=locator, waiting=waiting
+                surface, live.writer, self.limits, summarised.text, number=number, locator=locator, waiting=waiting
             )
 
         return make_plan
@@ -229,58 +345,57 @@ class Compactor:
         """The number of the next checkpoint."""
         return self.live.transcript.checkpoints + 1
 
-    def _settle(self, make_plan: MakePlan, step: str, timing: Timing) -> Generator[Event, None, Outcome]:
+    def _settle(self, make_plan: MakePlan, step: str, run: Run) -> Generator[Event, None, Outcome]:
         """Plan, build and commit."""
         self.step = "plan"
-        build = self.build(make_plan, self.live.session, step, self.archive)
+        run.check()
+        build = self.build(make_plan, self.live.session, step)
         try:
-            self.step = "build"
-            yield from build.run(self._stop())
-            return self._commit(build, (), timing)
+            build.restate(self.notes())
+            return (yield from self._finish(build, (), run))
         finally:
             build.discard()
 
-    def build(self, make_plan: MakePlan, source: Session, step: str, archive: bool) -> Build:
+    def _finish(self, build: Build, extra: Sequence[Node], run: Run) -> Generator[Event, None, Outcome]:
+        """Build and commit."""
+        after = build.plan.size + size_of(extra)
+        yield CompactionPlanned(self.live.used, after, build.reused(extra), build.plan.kept_tail + size_of(extra))
+        self.step = "build"
+        run.check()
+        yield from build.run(run.stop, extra)
+        run.check()
+        return self._commit(build, extra, run)
+
+    def build(self, make_plan: MakePlan, source: Session, step: str) -> Build:
         """The plan, with its archive prepared. Raises Refused."""
-        plan, entry, error = _accepted(make_plan(None)), None, ""
-        for _ in range(2 if archive else 0):  # naming the archive may move what is replaced, once
+        plan, error = _accepted(make_plan(None)), ""
+        for _ in range(2 if self.archive else 0):  # naming the archive may move what is replaced, once
             try:
                 number = plan.checkpoint.data["number"]
                 entry = self.live.transcript.store.spill.prepare(plan.archived, checkpoint=number)
             except OSError as failure:
                 error = f"the replaced part was not archived: {failure.strerror or failure}"
                 break
-            before = plan
             try:
-                plan = _accepted(make_plan(entry.locator))
+                named = _accepted(make_plan(entry.locator))
+                if [node.number for node in named.archived] == [node.number for node in plan.archived]:
+                    return Build(self.live, source, named, step, entry)
             except BaseException:
                 entry.discard()
                 raise
-            if [node.number for node in plan.archived] == [node.number for node in before.archived]:
-                break
             entry.discard()
-            entry = None
-        return Build(self.live, source, self._with_notes(plan), step, entry, error)
+            plan = named
+        return Build(self.live, source, _accepted(make_plan(None)), step, None, error)
 
-    def _with_notes(self, plan: Plan) -> Plan:
-        """Restates what is alive outside of the transcript, right behind the checkpoint."""
-        texts = self.notes()
-        if not texts:
-            return plan
-        writer = self.live.writer
-        notes = [writer.user(text, first=False, kind="note") for text in texts]
-        at = next(i for i, node in enumerate(plan.surface) if node is plan.checkpoint) + 1
-        return replace(plan, surface=tuple(writer.arrange([*plan.surface[:at], *notes, *plan.surface[at:]])))
-
-    def _commit(self, build: Build, extra: Sequence[Node], timing: Timing) -> Outcome:
+    def _commit(self, build: Build, extra: Sequence[Node], run: Run) -> Outcome:
         """The one moment at which the conversation changes."""
         self.step = "commit"
         live, plan = self.live, build.plan
-        assert build.session is not None
-        before, after = live.used, size_of(plan.surface) + size_of(extra)
+        assert build.session is not None and build.front is not None
+        before, after = live.used, plan.size + size_of(extra)
         done = CompactionDone(
-            before, after, max(0, after - build.evaluated), build.evaluated, 0.0, build.step, plan.kept_tail,
-            timing.summary, timing.rollback, 0.0,
+            before, after, build.front, after - build.front, 0.0, build.step,
+            plan.kept_tail + size_of(extra), run.summary, run.rollback, 0.0,
         )  # fmt: skip
         figures = {name: getattr(done, name) for name in ("before", "after", "reused", "evaluated", "step", "tail")}
         locator = build.entry.locator if build.entry is not None else None
@@ -289,10 +404,10 @@ class Compactor:
             live.transcript.replace([*plan.surface, *extra], spills=spills, **figures)
             old = live.swap(build.session)
             build.session = build.entry = None
-        self.step = "release"
-        old.close()
-        seconds = time.perf_counter() - timing.start
-        done = replace(done, seconds=seconds, pause=seconds)
+            self._failed_at, self.step = None, "release"
+            old.close()
+        pause = time.perf_counter() - run.start
+        done = replace(done, seconds=pause + run.prepared, pause=pause)
         return Outcome("done", done=done, plan=plan, locator=locator, archive_error=build.archive_error)
 
 
