@@ -83,6 +83,21 @@ def test_the_swap_appends_what_came_since(tiny_engines, monkeypatch, kind):
         assert chat.background._work is None
 
 
+def test_what_comes_later_is_appended_when_the_model_is_idle_again(tiny_engines, monkeypatch):
+    engine = tiny_engines("plain")
+    scripted(monkeypatch, engine)
+    with leaving_nothing(engine), chat_with(engine) as chat:
+        prepared(chat)
+        chat.append(chat._question(text_of(8, 10)), chat.writer.assistant(text_of(9, 10)))
+        sync(chat)
+        chat.background.idle()
+        assert chat.background.wait(60)
+        before = chat.live.evaluated
+        compact(chat)
+        assert chat.live.evaluated == before
+        same_bits(chat)
+
+
 def test_a_turn_at_the_soft_trigger_uses_it(tiny_engines, monkeypatch):
     engine = tiny_engines("plain")
     scripted(monkeypatch, engine)

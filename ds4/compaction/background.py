@@ -1,4 +1,5 @@
 """The background pass: summary and rebuild on a fork while the model is idle, so that the compaction itself is a swap.
+Turns that come meanwhile are appended to the fork when the model is idle again.
 
 The user goes first: `pause` stops the pass at the next op, its whole chunks stay, and `idle` goes on with it.
 """
@@ -12,7 +13,7 @@ from collections.abc import Callable, Generator, Sequence
 from ds4.engine import Session
 from ds4.errors import Cancelled
 from ds4.events import Event
-from ds4.nodes import Node
+from ds4.nodes import Node, size_of
 
 from .summary import SummaryPass
 from .transaction import Build, Compactor
@@ -31,6 +32,8 @@ class Preparation:
         self.build: Build | None = None
         self.stopped = threading.Event()
         self.complete = self.failed = False
+        self.covered = 0
+        """How many nodes of the surface the fork is brought to: those of the base, and what came behind them."""
         self.seconds = 0.0
         """That it has worked so far."""
 
@@ -41,8 +44,10 @@ class Preparation:
         try:
             if self.build is None:
                 self.build = yield from self._plan(stop)
-            yield from self.build.run(stop)
-            self.complete = True
+            surface = self.live.transcript.surface
+            extra = self.live.writer.arrange(self.since(surface) or (), self.build.plan.surface)
+            yield from self.build.run(stop, extra)
+            self.complete, self.covered = True, len(surface)
         finally:
             self.live.working = None
             self.seconds += time.perf_counter() - start
@@ -73,6 +78,12 @@ class Preparation:
             yield from self.run(stop)
         assert self.build is not None
         return self.build
+
+    def useless(self, surface: Sequence[Node]) -> bool:
+        """Whether the surface has changed inside of the base, or has too much behind it."""
+        since = self.since(surface)
+        size = self.build.plan.size if self.build is not None else 0
+        return since is None or size + size_of(since) > self.compactor.limits.landing
 
     def stop(self) -> None:
         """Ends `run` at the next op, from any thread."""
@@ -123,7 +134,7 @@ class Background:
         if live.policy is None or not live.policy.background or live.limits is None or self._closed:
             return
         self.pause()
-        if self._work is not None and self._work.since(live.transcript.surface) is None:
+        if self._work is not None and self._work.useless(live.transcript.surface):
             self._give_up()
         if self._work is None:
             failed = self._failed_at
@@ -131,7 +142,7 @@ class Background:
             if live.used < live.limits.pre or tried or live.transcript.held is not None:
                 return
             self._work = Preparation(self.compactor)
-        if not self._work.complete:
+        if not self._work.complete or self._work.covered != len(live.transcript.surface):
             self._work.stopped.clear()
             self._thread = threading.Thread(target=self._run, args=(self._work,), daemon=True)
             self._thread.start()

@@ -81,6 +81,8 @@ class Live:
         pinned, edges = self._edges(nodes)
         at = common(session.tokens, target)
         evaluated, start, cancels = 0, time.perf_counter(), session.cancels
+        if at < len(target):
+            yield Prefill(at, len(target))
         while target and (at < len(target) or session.pos != len(target) or not session.logits_valid):
             at = min([edge for edge in edges if edge > at] + [at + PIECE, len(target)])
             evaluated += session.sync(target[:at]).evaluated
