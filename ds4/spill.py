@@ -46,7 +46,7 @@ class Entry:
         self.number, self.sum = number, sum
         self._spill, self._lines = spill, lines
         self._temporary: Path | None = None
-        self.locator = f"memory:{number:06d}" if spill.folder is None else str(spill.folder / file_name(number))
+        self.locator = spill.locator(number)
 
     def commit(self) -> None:
         """Puts the file in its place. Raises OSError when the system refuses; nothing is overwritten."""
@@ -89,6 +89,7 @@ class Spill:
         """Takes the next number and writes the nodes under a temporary name, made durable. Raises OSError when the
         system refuses; nothing is left then."""
         number = self._next()
+        self._returned.discard(number)
         self._pending.add(number)
         try:
             first = {"type": "spill", **plain(head), "file": number, "nodes": len(nodes)}
@@ -100,6 +101,14 @@ class Spill:
         except BaseException:
             self._give_back(number)
             raise
+
+    def locator(self, number: int) -> str:
+        """How the entry of that number is named, if it is made now."""
+        return f"memory:{number:06d}" if self.folder is None else str(self.folder / file_name(number))
+
+    def upcoming(self) -> str:
+        """The locator that the next entry will have."""
+        return self.locator(self._next())
 
     def read(self, which: str | int) -> list[dict[str, Any]]:
         """The nodes of a spill file, by its locator or number, as JSON objects with every field. Raises ArgumentError
@@ -164,9 +173,7 @@ class Spill:
     def _next(self) -> int:
         taken = {*self.numbers(), *self._pending}
         gaps = self._returned - taken
-        number = min(gaps) if gaps else max(taken, default=0) + 1
-        self._returned.discard(number)
-        return number
+        return min(gaps) if gaps else max(taken, default=0) + 1
 
     def _give_back(self, number: int) -> None:
         self._pending.discard(number)

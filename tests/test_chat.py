@@ -367,7 +367,7 @@ def test_ctrl_c_in_the_command_line_ends_the_turn(engine, capsys):
     def pressed(events):
         for n, event in enumerate(events):
             yield event
-            if n == 3:
+            if n == 6:
                 os.kill(os.getpid(), signal.SIGINT)
 
     with start(engine) as chat:

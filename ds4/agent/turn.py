@@ -97,7 +97,7 @@ class Turn:
                 return "cancelled"
             if answer.cut and not answer.calls:
                 cuts += 1
-                if cuts > 1 or not (yield from self._resume()):
+                if cuts > 1 or not (yield from self._resume(answer)):
                     return "length"
                 continue
             cuts, faulty = 0, faulty + 1 if answer.faults and answer.finish == "stop" else 0
@@ -108,10 +108,10 @@ class Turn:
         yield Notice(f"the model has answered {MAX_STEPS} times: the turn ends here; send a message to go on.")
         return "length"
 
-    def _resume(self) -> Generator[Event, None, bool]:
+    def _resume(self, answer: _Answer) -> Generator[Event, None, bool]:
         """Compacts an answer that was cut at the reserve and asks the model to go on; False when that failed."""
         done = yield from self._compact("the room for the answer is used up")
-        if done:
+        if done and answer.node is not None:
             self.chat.append(self.chat.writer.user(prompts.RESUME, first=False, kind="note"))
         return done
 
