@@ -4,7 +4,8 @@
  *
  * Ownership. Every ds4_<noun>_new / _fork / _mark / _logits out-parameter is owned by the caller and ends with its _free. A session keeps
  * its engine alive, a mark does too, so the order of the _free calls is free. Tensor bytes are borrowed: backend "ref" reads them for as long
- * as the engine lives, backend "cpu" copies them into its own layout and has finished with them when ds4_engine_tensor returns.
+ * as the engine lives, backend "cpu" copies them into its own layout and has finished with them when ds4_engine_tensor returns; but the
+ * experts of deepseek_v4 stay where they are (ds4_engine_info.weight_bytes does not grow) and are read for as long as the engine lives.
  *
  * Errors. Functions that can fail return DS4_OK (0) or a status below and fill *err, which may be NULL. Nothing exits or aborts.
  *
@@ -72,7 +73,9 @@ enum ds4_format {
   DS4_Q6_K = 14,
   DS4_IQ4_NL = 20,
   DS4_BF16 = 30,
-  DS4_MXFP4 = 39
+  DS4_MXFP4 = 39,
+  DS4_FP8 = 256, /* not in GGUF: E4M3 bytes, and beside them an E8M0 scale for every 128 x 128 weights */
+  DS4_FP4 = 257  /* E2M1, the even column low, and an E8M0 scale for every 32 columns of a row */
 };
 
 /* Bytes of `rows` x `cols` weights in `format`; DS4_EINVAL when cols is no multiple of the block or the product overflows. */
@@ -94,7 +97,10 @@ int ds4_engine_set(ds4_engine *e, const char *key, const double *values, uint64_
 /* Step 3: one call per tensor; `rows` x `cols` row-major, a vector has rows = 1. Unknown names, wrong shapes and sizes are refused. */
 int ds4_engine_tensor(ds4_engine *e, const char *name, int32_t format, uint64_t rows, uint64_t cols, const void *data, uint64_t nbytes,
                       ds4_error *err);
-/* Step 4: checks that everything is there and makes the page pool. kv_dtype "f32", "f16" or "q8_0". The pool holds pool_bytes, or
+/* The same for FP8 and FP4, whose scales are a tensor of their own: [ceil(rows / 128)][ceil(cols / 128)] or [rows][cols / 32] bytes. */
+int ds4_engine_tensor_scaled(ds4_engine *e, const char *name, int32_t format, uint64_t rows, uint64_t cols, const void *data,
+                             uint64_t nbytes, const void *scales, uint64_t scale_bytes, ds4_error *err);
+/* Step 4: checks that everything is there and makes the page pool. kv_dtype "f32", "f16", "q8_0" or "fp8", as the architecture has it. The pool holds pool_bytes, or
  * pool_tokens when pool_bytes is 0, or half of the memory this process may use when both are 0. identity: 32 bytes that name the weights. */
 int ds4_engine_ready(ds4_engine *e, const char *kv_dtype, uint64_t pool_tokens, uint64_t pool_bytes, const uint8_t identity[32],
                      ds4_error *err);

@@ -6,6 +6,7 @@
 
 #include "formats.h"
 #include "internal.h"
+#include "smallfloat.h"
 
 int ds4_fail(ds4_error *err, int status, int64_t a, int64_t b, const char *fmt, ...) {
   if (!err) return status;
@@ -34,6 +35,10 @@ static void floats_f16(const uint8_t *p, uint64_t n, float *out) {
 
 static void floats_bf16(const uint8_t *p, uint64_t n, float *out) {
   for (uint64_t i = 0; i < n; i++) out[i] = ds4_bf16(ds4_load_u16(p + 2 * i));
+}
+
+static void floats_fp8(const uint8_t *p, uint64_t n, float *out) {
+  for (uint64_t i = 0; i < n; i++) out[i] = ds4_e4m3(p[i]);
 }
 
 /* ---- blocks of 32 weights ------------------------------------------------------------------------------------------------------------ */
@@ -89,6 +94,15 @@ static void apart_q8_0(const uint8_t *p, ds4_block *b) {
 static void apart_mxfp4(const uint8_t *p, ds4_block *b) {
   b->d = p[0];
   nibbles(p + 1, b->code);
+}
+
+/* nibbles, the even weight low; the scale is not here: 1 */
+static void apart_fp4(const uint8_t *p, ds4_block *b) {
+  b->d = 127;
+  for (uint32_t i = 0; i < 16; i++) {
+    b->code[2 * i] = p[i] & 15;
+    b->code[2 * i + 1] = p[i] >> 4;
+  }
 }
 
 /* ---- K formats: blocks of 256 weights ------------------------------------------------------------------------------------------------ */
@@ -186,7 +200,8 @@ static const ds4_format_info formats[] = {
     {DS4_Q2_K, "Q2_K", 256, 84, NULL, apart_q2_k},   {DS4_Q3_K, "Q3_K", 256, 110, NULL, apart_q3_k},
     {DS4_Q4_K, "Q4_K", 256, 144, NULL, apart_q4_k},  {DS4_Q5_K, "Q5_K", 256, 176, NULL, apart_q5_k},
     {DS4_Q6_K, "Q6_K", 256, 210, NULL, apart_q6_k},  {DS4_IQ4_NL, "IQ4_NL", 32, 18, NULL, apart_q4_0},
-    {DS4_MXFP4, "MXFP4", 32, 17, NULL, apart_mxfp4},
+    {DS4_MXFP4, "MXFP4", 32, 17, NULL, apart_mxfp4}, {DS4_FP8, "FP8", 1, 1, floats_fp8, NULL},
+    {DS4_FP4, "FP4", 32, 16, NULL, apart_fp4},
 };
 #define N_FORMATS (sizeof formats / sizeof *formats)
 
@@ -222,7 +237,7 @@ void ds4_format_floats(const ds4_format_info *f, const uint8_t *p, uint64_t n, f
 }
 
 static int unknown_format(int32_t format, ds4_error *err) {
-  char names[128] = "";
+  char names[256] = "";
   for (size_t i = 0, at = 0; i < N_FORMATS; i++)
     at += (size_t)snprintf(names + at, sizeof names - at, "%s%s", i ? ", " : "", formats[i].name);
   return ds4_fail(err, DS4_EUNSUPPORTED, format, 0, "tensor format number %d is not known; use one of %s", format, names);
@@ -238,6 +253,11 @@ int ds4_format_bytes(int32_t format, uint64_t rows, uint64_t cols, uint64_t *byt
     return ds4_fail(err, DS4_EINVAL, (int64_t)rows, (int64_t)cols, "a tensor of %llu x %llu is larger than memory can be",
                     (unsigned long long)rows, (unsigned long long)cols);
   return DS4_OK;
+}
+
+uint64_t ds4_scale_bytes(int32_t format, uint64_t rows, uint64_t cols) {
+  if (format == DS4_FP8) return (rows + DS4_FP8_TILE - 1) / DS4_FP8_TILE * ((cols + DS4_FP8_TILE - 1) / DS4_FP8_TILE);
+  return format == DS4_FP4 ? rows * (cols / DS4_FP4_BLOCK) : 0;
 }
 
 int ds4_format_dequant(int32_t format, const void *data, uint64_t nbytes, uint64_t rows, uint64_t cols, float *out, ds4_error *err) {

@@ -29,7 +29,7 @@ from .errors import ArgumentError, Ds4Error, ForkedError, PoolFull, UnsupportedE
 ProgressCallback = Callable[[int, int], Any]
 Tokens = Iterable[int] | npt.NDArray[np.int32]
 
-_FORMATS = {name: getattr(lib, f"DS4_{name}") for name in families.MATRIX_FORMATS}
+_FORMATS = {name: getattr(lib, f"DS4_{name}") for name in (*families.MATRIX_FORMATS, *families.SCALED_FORMATS)}
 _STATES = {lib.DS4_EMPTY: "EMPTY", lib.DS4_LIVE: "LIVE", lib.DS4_BUSY: "BUSY", lib.DS4_POISONED: "POISONED"}
 
 
@@ -138,7 +138,9 @@ class Engine(_Closing):
     `model`: a name of `ds4 models`, a .gguf file, or a folder with safetensors and config.json. `backend`: "cpu", or
     "ref" (plain C, slow, the oracle). `threads`: default all CPUs that this process may use. `kv_dtype`: "f32", "f16"
     or "q8_0". The pool: `pool_bytes`, or room for `pool_tokens` tokens, or half of the memory this process may use.
-    `reach_slack`: positions behind a window that stay exact. `progress(done, total)`: bytes of weights loaded.
+    `reach_slack`: positions behind a window that stay exact. DeepSeek V4 only: `rounding` rounds rows and the indexer as
+    the published inference code does (off: as Hugging Face), and with it kv_dtype "fp8" is possible; `mtp` loads the
+    block that predicts the token after the next. `progress(done, total)`: bytes of weights loaded.
     `test_options`: settings that only a test build of the core knows.
 
     Raises ArgumentError, FileFormatError, UnsupportedError (by name), SystemResourceError.
@@ -154,6 +156,8 @@ class Engine(_Closing):
         pool_tokens: int | None = None,
         pool_bytes: int | None = None,
         reach_slack: int = 256,
+        rounding: bool = False,
+        mtp: bool = False,
         progress: ProgressCallback | None = None,
         test_options: Mapping[str, float] | None = None,
     ) -> None:
@@ -164,7 +168,7 @@ class Engine(_Closing):
         path = models.resolve(self.model)
         self.checkpoint = files.open_checkpoint(path)
         try:
-            self.spec = families.model_spec(self.checkpoint)
+            self.spec = families.model_spec(self.checkpoint, rounding=rounding, mtp=mtp)
             self.tokenizer = tokenizers.load(self.checkpoint)
             err, out = ffi.new("ds4_error *"), ffi.new("ds4_engine **")
             check(
@@ -201,7 +205,7 @@ class Engine(_Closing):
     def _load(self, progress: ProgressCallback | None) -> None:
         """Hands every tensor to the core; the pages of the file go back to the system when the backend has a copy."""
         err = ffi.new("ds4_error *")
-        total, done, before = sum(len(t.data) for _, t in self.spec.tensors), 0, 0
+        total, done, before = sum(t.bytes() for _, t in self.spec.tensors), 0, 0
         self._borrowed: list[Any] = []  # bytes that the backend goes on reading; they keep the mapping
         for name, tensor in self.spec.tensors:
             if tensor.format not in _FORMATS:
@@ -211,10 +215,12 @@ class Engine(_Closing):
                 )
             rows, cols = tensor.shape if len(tensor.shape) == 2 else (1, tensor.shape[0])
             data = ffi.from_buffer(tensor.data)
-            self._borrowed.append(data)
+            scales = ffi.from_buffer(tensor.scales) if tensor.scales is not None else ffi.NULL
+            self._borrowed.append((data, scales))
+            sizes = len(tensor.data), scales, len(tensor.scales) if tensor.scales is not None else 0
             check(
-                lib.ds4_engine_tensor(
-                    self._handle(), name.encode(), _FORMATS[tensor.format], rows, cols, data, len(tensor.data), err
+                lib.ds4_engine_tensor_scaled(
+                    self._handle(), name.encode(), _FORMATS[tensor.format], rows, cols, data, *sizes, err
                 ),
                 err,
             )
@@ -222,7 +228,7 @@ class Engine(_Closing):
             if after > before:
                 self.checkpoint.forget(tensor)
                 self._borrowed.pop()
-            before, done = after, done + len(tensor.data)
+            before, done = after, done + tensor.bytes()
             if progress is not None:
                 progress(done, total)
 

@@ -7,6 +7,7 @@
 uint64_t ds4_packed_group_bytes(int32_t format, uint64_t cols) {
   ds4_shape f = ds4_shape_of(format);
   ds4_pack p = ds4_pack_of(f);
+  if (format == DS4_FP8) return ds4_fp8_head((uint32_t)cols) + cols * DS4_LANES;
   if (!f.low) return cols * ds4_format_find(format)->bytes * DS4_LANES;
   return cols / (32 * p.per) * (p.head + (uint64_t)p.per * p.body);
 }
@@ -67,17 +68,36 @@ static void pack_row(const ds4_packed *w, const ds4_format_info *info, const uin
   }
 }
 
-void ds4_pack_group(const ds4_packed *w, uint32_t group, const uint8_t *data, uint64_t row_bytes) {
-  const ds4_format_info *info = ds4_format_find(w->format);
+/* A row of FP4: its nibbles lie two columns to a byte, those of a plane 16 columns apart. */
+static void pack_fp4(const ds4_packed *w, const uint8_t *from, const uint8_t *scale, uint32_t r, uint8_t *to) {
+  for (uint64_t k = 0; k < w->cols; k += 32, from += 16, to += 256) {
+    uint8_t line[16];
+    to[r] = *scale++;
+    for (uint32_t i = 0; i < 8; i++) {
+      line[2 * i] = (uint8_t)((from[i] & 15) | from[i + 8] << 4);
+      line[2 * i + 1] = (uint8_t)(from[i] >> 4 | (from[i + 8] & 0xf0));
+    }
+    to += DS4_LANES;
+    for (uint32_t v = 0; v < 4; v++) memcpy(to + 64 * v + 4 * r, line + 4 * v, 4);
+  }
+}
+
+void ds4_pack_group(const ds4_packed *w, uint32_t group, const ds4_matrix *from) {
+  const ds4_format_info *info = ds4_format_find(from->format);
+  uint64_t row_bytes = from->nbytes / from->rows, blocks = (w->cols + DS4_FP8_TILE - 1) / DS4_FP8_TILE;
   uint32_t rows = ds4_min_u32(DS4_LANES, w->rows - group * DS4_LANES);
-  uint8_t *to = w->data + group * w->group_bytes;
+  uint8_t *to = w->data + (group - w->first) * w->group_bytes;
   memset(to, 0, w->group_bytes);
+  if (from->format == DS4_FP8) memcpy(to, from->scales + group * DS4_LANES / DS4_FP8_TILE * blocks, blocks);
   for (uint32_t r = 0; r < rows; r++) {
-    const uint8_t *from = data + ((uint64_t)group * DS4_LANES + r) * row_bytes;
-    if (info->floats)
-      pack_floats(w, info->bytes, from, r, to);
+    uint64_t row = (uint64_t)group * DS4_LANES + r;
+    const uint8_t *at = from->data + row * row_bytes;
+    if (from->format == DS4_FP4)
+      pack_fp4(w, at, from->scales + row * (w->cols / DS4_FP4_BLOCK), r, to);
+    else if (info->floats)
+      pack_floats(w, info->bytes, at, r, to + (from->format == DS4_FP8 ? ds4_fp8_head(w->cols) : 0));
     else
-      pack_row(w, info, from, r, to);
+      pack_row(w, info, at, r, to);
   }
 }
 
@@ -131,6 +151,9 @@ void ds4_unpack_row(const ds4_packed *p, uint32_t row, float *out) {
     unpack_quants(p, at, r, out);
     return;
   }
+  const uint8_t *fp8 = at + ds4_fp8_head(p->cols) + r;
+  for (uint32_t k = 0; p->format == DS4_FP8 && k < p->cols; k++)
+    out[k] = ds4_e4m3(fp8[(uint64_t)k * DS4_LANES]) * ds4_e8m0(at[k / DS4_FP8_TILE]);
   for (uint32_t k = 0; p->format == DS4_F32 && k < p->cols; k++) memcpy(out + k, at + (k * DS4_LANES + r) * 4ull, 4);
   for (uint32_t k = 0; p->format == DS4_F16 && k < p->cols; k++) out[k] = ds4_f16(ds4_load_u16(at + (k * DS4_LANES + r) * 2ull));
   for (uint32_t k = 0; p->format == DS4_BF16 && k < p->cols; k++) out[k] = ds4_bf16(ds4_load_u16(at + (k * DS4_LANES + r) * 2ull));

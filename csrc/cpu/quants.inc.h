@@ -43,7 +43,7 @@ INLINE void quant_tile(int32_t format, const ds4_packed *w, uint32_t piece, cons
                        float *out) {
   const ds4_shape f = ds4_shape_of(format);
   const ds4_pack pack = ds4_pack_of(f);
-  const uint8_t *p = w->data + piece / PIECES * w->group_bytes;
+  const uint8_t *p = w->data + (piece / PIECES - w->first) * w->group_bytes;
   const uint32_t first = piece % PIECES * VB_ROWS;
   uint64_t at = token * x->stride, end = at + x->blocks;
   vq acc[PIECES * DOT_TILE] = {0};
@@ -121,7 +121,7 @@ INLINE void fp4_tile(const ds4_packed *w, uint32_t piece, const int g, const flo
   for (uint32_t k = 0; k < w->cols; k += 32, at += pack.head + pack.body) {
     const uint8_t *p[4];
     UNROLL for (int q = 0; q < g; q++) {
-      const uint8_t *head = w->data + (piece + q) / PIECES * w->group_bytes + at;
+      const uint8_t *head = w->data + ((piece + q) / PIECES - w->first) * w->group_bytes + at;
       scale[q] = q_e8m0(head + (piece + q) % PIECES * VB_ROWS);
       p[q] = head + pack.head + (piece + q) % PIECES * VB_BYTES;
     }
