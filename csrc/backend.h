@@ -185,7 +185,7 @@ typedef struct ds4_ops {
   int (*compress)(ds4_backend *b, const ds4_compress *c);
   int (*pick)(ds4_backend *b, const ds4_pick *p);
   int (*attend_sparse)(ds4_backend *b, const ds4_attend_sparse *a);
-  /* Rounds vectors to what fp8 rows (all but the tail, and that to bf16) and fp4 rows (after a Hadamard transform / sqrt(width)) can hold. */
+  /* Rounds vectors to what fp8 rows (the tail stays as it is) and fp4 rows (after a Hadamard transform / sqrt(width)) can hold. */
   int (*round_fp8)(ds4_backend *b, float *x, uint32_t n, uint32_t width, uint32_t tail);
   int (*round_fp4)(ds4_backend *b, float *x, uint32_t n, uint32_t width);
 

@@ -263,6 +263,7 @@ int v4_setup(ds4_engine *e, ds4_error *err) {
   if (!status) status = ds4_setting_freqs(e, V4_PLAIN, "rope", m->rope_dim / 2, err);
   if (!status && m->n4 + m->n128) status = ds4_setting_freqs(e, V4_COMPRESSED, "compress_rope", m->rope_dim / 2, err);
   if (status) return status;
+  e->rope[V4_PLAIN].single = e->rope[V4_COMPRESSED].single = true; /* at far positions the indexer's choice depends on it */
   e->kv_types = 1u << DS4_KV_F32 | 1u << DS4_KV_F16 | (m->rounding ? 1u << DS4_KV_FP8 : 0);
   declare_buffers(e, m);
   status = declare_streams(e, m, err);

@@ -158,6 +158,7 @@ typedef struct ds4_rope {
   float *table;
   double *freqs, scale; /* [half] radians per position */
   uint32_t half, positions;
+  bool single; /* angles are float32 products, as in the code that the model was trained with */
 } ds4_rope;
 #define DS4_ROPES 2
 

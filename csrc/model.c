@@ -465,7 +465,7 @@ int ds4_buffers_grow(ds4_engine *e, uint32_t tokens, uint32_t head_rows, ds4_err
   return DS4_OK;
 }
 
-/* In float64 and rounded once. */
+/* In float64 and rounded once; with `single` the angle is rounded before. */
 static int rope_grow(ds4_engine *e, ds4_rope *rope, uint32_t positions, ds4_error *err) {
   uint32_t grown = ds4_min_u32(e->ctx, ds4_max_u32(1024, ds4_max_u32(positions, rope->positions * 2)));
   uint64_t half = rope->half, old = (uint64_t)rope->positions * half * 2, all = (uint64_t)grown * half * 2;
@@ -476,8 +476,9 @@ static int rope_grow(ds4_engine *e, ds4_rope *rope, uint32_t positions, ds4_erro
   for (uint64_t p = rope->positions; !status && p < grown; p++)
     for (uint64_t i = 0; i < half; i++) {
       float *cs = host + ((p - rope->positions) * half + i) * 2;
-      cs[0] = (float)(cos((double)p * rope->freqs[i]) * rope->scale);
-      cs[1] = (float)(sin((double)p * rope->freqs[i]) * rope->scale);
+      double angle = rope->single ? (double)((float)p * (float)rope->freqs[i]) : (double)p * rope->freqs[i];
+      cs[0] = (float)(cos(angle) * rope->scale);
+      cs[1] = (float)(sin(angle) * rope->scale);
     }
   if (!status && old) status = e->ops->copy(e->backend, table, rope->table, old * sizeof *table);
   if (!status) status = e->ops->copy_in(e->backend, table + old, host, (all - old) * sizeof *table);

@@ -9,7 +9,6 @@ void ds4_token_round_fp8(float *x, uint32_t width, uint32_t tail) {
     float scale = ds4_e8m0(s), inverse = ds4_e8m0_inverse(s);
     for (uint32_t i = from; i < from + n; i++) x[i] = ds4_e4m3(ds4_to_e4m3(x[i] * inverse)) * scale;
   }
-  for (uint32_t i = width - tail; i < width; i++) x[i] = ds4_bf16(ds4_to_bf16(x[i]));
 }
 
 void ds4_token_round_fp4(float *x, uint32_t width) {

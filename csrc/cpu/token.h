@@ -4,7 +4,7 @@
 
 #include "../internal.h"
 
-/* x as an fp8 row gives it back: E4M3 in blocks, the tail as bf16. */
+/* All but the tail of x as an fp8 row gives it back: E4M3 in blocks. */
 void ds4_token_round_fp8(float *x, uint32_t width, uint32_t tail);
 /* Hadamard transform / sqrt(width), then as an fp4 row gives it back; width is a power of two. */
 void ds4_token_round_fp4(float *x, uint32_t width);
