@@ -59,12 +59,11 @@ static int mix_back(ds4_run *r, const v4 *m) {
 /* ---- attention (section 5) ------------------------------------------------------------------------------------------------------------------ */
 
 /* X -> QR, Q, KV: low-rank query, normed per head, and the one row that is key and value; rotated. */
-static int project(ds4_run *r, const v4 *m, const v4_layer *l, const float *rope) {
+static int project(ds4_run *r, const v4 *m, const v4_layer *l, const float *rope, const uint32_t *pos) {
   ds4_engine *e = r->engine;
   const ds4_ops *ops = e->ops;
   float **b = e->buffer;
   uint32_t n = r->batch.n;
-  const uint32_t *pos = r->batch.pos;
   DS4_OP(ops->matmul(e->backend, (const ds4_weight *[]){l->q_a, l->kv}, (float *[]){b[V4_QR], b[V4_KV]}, 2, b[V4_X], n));
   DS4_OP(ops->rms_norm(e->backend, b[V4_QR], l->q_norm, n, m->q_rank, m->eps, b[V4_QR]));
   DS4_OP(ops->matmul(e->backend, &l->q_b, &b[V4_Q], 1, b[V4_QR], n));
@@ -199,7 +198,7 @@ static int output(ds4_run *r, const v4 *m, const v4_layer *l) {
   return DS4_OK;
 }
 
-/* X -> Y */
+/* X -> Y. The MTP block works one position behind the token that its row belongs to, and has no row 0. */
 static int attention(ds4_run *r, const v4 *m, const v4_layer *l) {
   ds4_engine *e = r->engine;
   const ds4_ops *ops = e->ops;
@@ -207,7 +206,10 @@ static int attention(ds4_run *r, const v4 *m, const v4_layer *l) {
   lists s = lists_of(r, m);
   uint32_t n = r->batch.n;
   const float *rope = e->rope[l->ratio ? V4_COMPRESSED : V4_PLAIN].table;
-  int status = project(r, m, l, rope);
+  const uint32_t *pos = r->batch.pos;
+  for (uint32_t t = 0; l->draft && t < n; t++) s.first[t] = pos[t] ? pos[t] - 1 : 0;
+  if (l->draft) pos = s.first;
+  int status = project(r, m, l, rope, pos);
   if (!status && l->ratio) status = compress_all(r, m, l);
   if (!status && l->ratio == V4_OVERLAP) status = choose_rows(r, m, l);
   if (status) return status;
@@ -216,6 +218,7 @@ static int attention(ds4_run *r, const v4 *m, const v4_layer *l) {
   ds4_attend_sparse a = {.layout = &e->stream[V4_RAW].layout, .views = views_of(r, V4_RAW), .batch = &r->batch, .layer = l->raw};
   DS4_OP(ops->rows_write(e->backend, a.layout, l->raw, 0, a.views, &r->batch, r->batch.pos, b[V4_KV]));
   ds4_decoder_rows(r, m->window, 1);
+  for (uint32_t t = 0; l->draft && t < n; t++) e->row[DS4_LO][t] = ds4_max_u32(1, e->row[DS4_LO][t]);
   a.lo = e->row[DS4_LO], a.hi = e->row[DS4_HI];
   if (l->ratio) {
     uint32_t far = v4_stream(m, l->ratio == V4_OVERLAP ? V4_ROWS_4 : V4_ROWS_128);
@@ -225,7 +228,7 @@ static int attention(ds4_run *r, const v4 *m, const v4_layer *l) {
   a.n_heads = m->n_heads, a.scale = m->scale, a.sink = l->sink, a.q = b[V4_Q], a.out = b[V4_O];
   DS4_OP(ops->attend_sparse(e->backend, &a));
   /* values carry the rotation of their keys: the query's own takes it back to where the query stands */
-  DS4_OP(ops->rope_tail(e->backend, b[V4_O], r->batch.pos, n, m->n_heads, m->head_dim, m->rope_dim, rope, true));
+  DS4_OP(ops->rope_tail(e->backend, b[V4_O], pos, n, m->n_heads, m->head_dim, m->rope_dim, rope, true));
   return output(r, m, l);
 }
 
@@ -289,13 +292,71 @@ static int experts(ds4_run *r, const v4 *m, const v4_layer *l) {
 
 /* ---- all of it (section 3) ---------------------------------------------------------------------------------------------------------------------- */
 
+/* The trace of a layer: far rows [n][keep] and their number [n] (ratio 4), attention [n][dim], experts [n][n_used] and weights, their sum [n][dim],
+ * streams [n][streams * dim]. */
 static int block(ds4_run *r, const v4 *m, const v4_layer *l) {
+  ds4_engine *e = r->engine;
+  lists s = lists_of(r, m);
+  uint64_t n = r->batch.n;
   DS4_OP(mix_in(r, m, &l->attn_mix, l->attn_norm));
   DS4_OP(attention(r, m, l));
+  if (l->ratio == V4_OVERLAP) ds4_trace_ids(e, s.far, n * m->keep), ds4_trace_ids(e, s.far_n, n);
+  ds4_trace(e, e->buffer[V4_Y], n * m->dim);
   DS4_OP(mix_back(r, m));
   DS4_OP(mix_in(r, m, &l->ffn_mix, l->ffn_norm));
   DS4_OP(experts(r, m, l));
-  return mix_back(r, m);
+  ds4_trace_ids(e, s.pick, n * m->n_used), ds4_trace(e, s.weight, n * m->n_used);
+  ds4_trace(e, e->buffer[V4_Y], n * m->dim);
+  DS4_OP(mix_back(r, m));
+  ds4_trace(e, e->buffer[V4_H], n * m->streams * m->dim);
+  return DS4_OK;
+}
+
+/* ---- MTP (section 7) ------------------------------------------------------------------------------------------------------------------------- */
+
+/* The residual streams of every token's predecessor -> DRAFT; nothing but zeros lies before position 0. */
+static int predecessors(ds4_run *r, const v4 *m) {
+  ds4_engine *e = r->engine;
+  uint32_t stream = v4_stream(m, V4_HIDDEN), n = r->batch.n, flat = m->streams * m->dim;
+  const ds4_layout *layout = &e->stream[stream].layout;
+  float *out = e->buffer[V4_DRAFT];
+  DS4_OP(e->ops->rows_write(e->backend, layout, 0, 0, views_of(r, stream), &r->batch, r->batch.pos, e->buffer[V4_H]));
+  for (uint32_t t = 0, end; t < n; t = end) { /* segment by segment */
+    uint32_t segment = r->batch.segment[t];
+    for (end = t + 1; end < n && r->batch.segment[end] == segment;) end++;
+    uint32_t none = r->batch.pos[t] == 0;
+    float *to = out + (uint64_t)t * flat;
+    if (none) DS4_OP(e->ops->clear(e->backend, to, flat));
+    if (end - t == none) continue;
+    DS4_OP(e->ops->rows_read(e->backend, layout, 0, 0, &views_of(r, stream)[segment], r->batch.pos[t] + none - 1, end - t - none,
+                             to + (uint64_t)none * flat));
+  }
+  return DS4_OK;
+}
+
+/* DRAFT: the predecessor's streams and this token's embedding, joined, through one more block. */
+static int draft(ds4_run *r, const v4 *m) {
+  ds4_engine *e = r->engine;
+  const ds4_ops *ops = e->ops;
+  float **b = e->buffer;
+  lists s = lists_of(r, m);
+  uint32_t n = r->batch.n, rows = n * m->streams;
+  int status = predecessors(r, m);
+  if (status) return status;
+  DS4_OP(ops->embed(e->backend, m->embed, r->batch.ids, n, b[V4_X]));
+  DS4_OP(ops->rms_norm(e->backend, b[V4_X], m->e_norm, n, m->dim, m->eps, b[V4_X]));
+  DS4_OP(ops->matmul(e->backend, &m->e_proj, &b[V4_Y], 1, b[V4_X], n));
+  DS4_OP(ops->rms_norm(e->backend, b[V4_DRAFT], m->h_norm, rows, m->dim, m->eps, b[V4_FLAT]));
+  DS4_OP(ops->matmul(e->backend, &m->h_proj, &b[V4_DRAFT], 1, b[V4_FLAT], rows));
+  for (uint32_t i = 0; i < rows; i++) s.spread[i] = i / m->streams;
+  DS4_OP(ops->gather(e->backend, b[V4_Y], s.spread, rows, m->dim, b[V4_FLAT]));
+  DS4_OP(ops->add(e->backend, b[V4_DRAFT], b[V4_FLAT], (uint64_t)rows * m->dim));
+  float *trunk = b[V4_H]; /* the block works on H; the trunk's streams wait for their head */
+  b[V4_H] = b[V4_DRAFT];
+  status = block(r, m, &m->layers[e->n_layers]);
+  b[V4_DRAFT] = b[V4_H];
+  b[V4_H] = trunk;
+  return status;
 }
 
 static int forward(ds4_run *r) {
@@ -312,20 +373,30 @@ static int forward(ds4_run *r) {
     int status = block(r, m, &m->layers[r->layer]);
     if (status) return status;
   }
-  return DS4_OK;
+  return m->mtp ? draft(r, m) : DS4_OK;
 }
 
 /* x [n][streams * dim]: one more mixture, without the way back. Its weights lie where the logits will. */
-static int head(ds4_engine *e, const float *x, uint32_t n, float *scratch, float *logits) {
+static int mixed_head(ds4_engine *e, const v4_mix *mix, const float *norm, const float *x, uint32_t n, float *scratch, float *logits) {
   const v4 *m = e->model;
   const ds4_ops *ops = e->ops;
-  const v4_mix *mix = &m->head_mix;
   int status = ops->rms_norm(e->backend, x, NULL, n, m->streams * m->dim, m->eps, scratch);
   if (!status) status = ops->matmul(e->backend, &mix->fn, &logits, 1, scratch, n);
   if (!status) status = ops->mix_weights(e->backend, logits, mix->scale, mix->base, n, m->streams, m->streams, m->iterations, m->mix_eps);
   if (!status) status = ops->mix_in(e->backend, x, logits, n, m->streams, m->streams, m->dim, scratch);
-  if (!status) status = ops->rms_norm(e->backend, scratch, m->norm, n, m->dim, m->eps, scratch);
+  if (!status) status = ops->rms_norm(e->backend, scratch, norm, n, m->dim, m->eps, scratch);
   return status ? status : ops->matmul(e->backend, &m->head, &logits, 1, scratch, n);
 }
 
-const ds4_arch ds4_deepseek_v4 = {.name = "deepseek_v4", .setup = v4_setup, .bind = v4_bind, .forward = forward, .head = head};
+static int head(ds4_engine *e, const float *x, uint32_t n, float *scratch, float *logits) {
+  const v4 *m = e->model;
+  return mixed_head(e, &m->head_mix, m->norm, x, n, scratch, logits);
+}
+
+static int draft_head(ds4_engine *e, const float *x, uint32_t n, float *scratch, float *logits) {
+  const v4 *m = e->model;
+  return mixed_head(e, &m->mtp_mix, m->mtp_norm, x, n, scratch, logits);
+}
+
+const ds4_arch ds4_deepseek_v4 = {
+    .name = "deepseek_v4", .setup = v4_setup, .bind = v4_bind, .forward = forward, .head = head, .draft_head = draft_head};

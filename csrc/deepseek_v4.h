@@ -20,6 +20,7 @@ typedef struct v4_compressor {
 
 typedef struct v4_layer {
   uint32_t ratio, raw, far; /* ratio 0: no compressed rows; which layer it is in its streams */
+  bool draft;               /* the MTP block: its row r belongs to position r - 1 */
   v4_mix attn_mix, ffn_mix;
   const float *attn_norm, *ffn_norm, *q_norm, *kv_norm, *sink; /* [dim] twice, [q_rank], [head_dim], [n_heads] */
   const ds4_weight *q_a, *q_b, *kv, *o_b;
@@ -76,11 +77,12 @@ enum {
   V4_ROUTER,       /* [n_experts] */
   V4_GATHERED,     /* [dim] */
   V4_RESULT,       /* [dim] */
+  V4_DRAFT,        /* [streams][dim] residual streams of the MTP block */
   V4_BUFFERS
 };
 
 /* Streams. Those that no layer has are not declared. */
-enum { V4_RAW, V4_INPUT_4, V4_INPUT_128, V4_ROWS_4, V4_ROWS_128, V4_STREAMS };
+enum { V4_RAW, V4_INPUT_4, V4_INPUT_128, V4_ROWS_4, V4_ROWS_128, V4_HIDDEN, V4_STREAMS };
 enum { V4_PART_VALUES, V4_PART_SCORES, V4_PART_INDEX_VALUES, V4_PART_INDEX_SCORES }; /* of an input stream */
 enum { V4_PART_ROWS, V4_PART_INDEX };                                              /* of stream rows4 */
 uint32_t v4_stream(const v4 *m, uint32_t which); /* its number in the engine */

@@ -77,7 +77,6 @@ static int read_ratios(ds4_engine *e, v4 *m, ds4_error *err) {
                     e->n_layers);
   for (uint32_t i = 0; i < e->n_layers; i++) {
     v4_layer *l = &m->layers[i];
-    l->raw = i;
     if (ratios[i] != 0 && ratios[i] != 4 && ratios[i] != 128)
       return ds4_fail(err, DS4_EUNSUPPORTED, (int64_t)ratios[i], i, "setting 'ratios' is %g for layer %u; 0, 4 and 128 are possible",
                       ratios[i], i);
@@ -90,25 +89,28 @@ static int read_ratios(ds4_engine *e, v4 *m, ds4_error *err) {
 /* ---- streams ---------------------------------------------------------------------------------------------------------------------------- */
 
 uint32_t v4_stream(const v4 *m, uint32_t which) {
-  const bool there[V4_STREAMS] = {true, m->n4, m->n128, m->n4, m->n128};
+  const bool there[V4_STREAMS] = {true, m->n4, m->n128, m->n4, m->n128, m->mtp};
   uint32_t n = 0;
   for (uint32_t i = 0; i < which; i++) n += there[i];
   return n;
 }
 
-/* Rows that one token reads are its own and the window before: raw rows to attend to; compressor inputs until their window has closed. */
+/* Rows that one token reads are its own and the window before: raw rows to attend to; compressor inputs until their window has closed; the residual
+ * streams of the token before, which the MTP block starts from. */
 static int declare_streams(ds4_engine *e, const v4 *m, ds4_error *err) {
   const ds4_part row = {.heads = 1, .width = m->head_dim, .tail = m->rope_dim, .type = DS4_KV_ENGINE};
   const ds4_part index = {.heads = 1, .width = m->index_dim, .across = 1, .type = DS4_KV_INDEX};
   const ds4_part wide = {.heads = 1, .width = 2 * m->head_dim, .type = DS4_KV_F32};
   const ds4_part plain = {.heads = 1, .width = m->head_dim, .type = DS4_KV_F32};
   const ds4_part index_wide = {.heads = 1, .width = 2 * m->index_dim, .type = DS4_KV_F32};
-  int status = ds4_declare_stream(e, "raw", e->n_layers, 1, m->window, 1, &row, err);
+  const ds4_part hidden = {.heads = 1, .width = m->streams * m->dim, .type = DS4_KV_F32};
+  int status = ds4_declare_stream(e, "raw", e->n_layers + m->mtp, 1, m->window, 1, &row, err);
   if (!status && m->n4)
     status = ds4_declare_stream(e, "input4", m->n4, 1, 2 * V4_OVERLAP, 4, (ds4_part[]){wide, wide, index_wide, index_wide}, err);
   if (!status && m->n128) status = ds4_declare_stream(e, "input128", m->n128, 1, 128, 2, (ds4_part[]){plain, plain}, err);
   if (!status && m->n4) status = ds4_declare_stream(e, "rows4", m->n4, V4_OVERLAP, 0, 2, (ds4_part[]){row, index}, err);
   if (!status && m->n128) status = ds4_declare_stream(e, "rows128", m->n128, 128, 0, 1, &row, err);
+  if (!status && m->mtp) status = ds4_declare_stream(e, "hidden", 1, 1, 2, 1, &hidden, err);
   return status;
 }
 
@@ -187,15 +189,25 @@ static int declare_tensors(ds4_engine *e, const v4 *m, ds4_error *err) {
   int status = DS4_OK;
   for (size_t k = 0; !status && k < sizeof shapes / sizeof *shapes; k++)
     status = ds4_declare_tensor(e, shapes[k].name, shapes[k].rows, shapes[k].cols, shapes[k].vector, false, err);
-  for (uint32_t i = 0; !status && i < e->n_layers; i++) status = declare_layer(e, m, i, err);
+  for (uint32_t i = 0; !status && i < e->n_layers + m->mtp; i++) status = declare_layer(e, m, i, err);
+  const ds4_shape mtp[] = {{"mtp.e_proj", m->dim, m->dim, false},
+                           {"mtp.h_proj", m->dim, m->dim, false},
+                           {"mtp.e_norm", 1, m->dim, true},
+                           {"mtp.h_norm", 1, m->dim, true},
+                           {"mtp.norm", 1, m->dim, true},
+                           {"mtp.mix_fn", m->streams, flat, false},
+                           {"mtp.mix_scale", 1, 1, true},
+                           {"mtp.mix_base", 1, m->streams, true}};
+  for (size_t k = 0; m->mtp && !status && k < sizeof mtp / sizeof *mtp; k++)
+    status = ds4_declare_tensor(e, mtp[k].name, mtp[k].rows, mtp[k].cols, mtp[k].vector, false, err);
   return status;
 }
 
 /* ---- one block of memory for all of it ------------------------------------------------------------------------------------------------------ */
 
 /* The layers, their experts, output groups and expert tables lie behind the struct. NULL: no memory. */
-static v4 *model_new(const v4 *sizes, uint32_t n_layers, uint32_t vocab) {
-  uint32_t n_hash = ds4_min_u32(sizes->n_hash, n_layers);
+static v4 *model_new(const v4 *sizes, uint32_t trunk, uint32_t vocab) {
+  uint32_t n_hash = ds4_min_u32(sizes->n_hash, trunk), n_layers = trunk + sizes->mtp;
   uint64_t experts = (uint64_t)n_layers * sizes->n_experts, groups = (uint64_t)n_layers * sizes->o_groups;
   uint64_t by_token = (uint64_t)n_hash * vocab * sizes->n_used;
   v4 *m = calloc(1, sizeof *m + n_layers * sizeof *m->layers + experts * sizeof(ds4_ffn) + groups * sizeof(ds4_weight *) +
@@ -211,6 +223,8 @@ static v4 *model_new(const v4 *sizes, uint32_t n_layers, uint32_t vocab) {
     l->experts = ffn + (uint64_t)i * m->n_experts;
     l->o_a = group + (uint64_t)i * m->o_groups;
     if (i < n_hash) l->by_token = ids + (uint64_t)i * vocab * m->n_used;
+    l->raw = i;
+    l->draft = i == trunk;
   }
   return m;
 }
@@ -240,9 +254,11 @@ static void declare_buffers(ds4_engine *e, const v4 *m) {
                                        [V4_MIX] = m->mix_rows,
                                        [V4_ROUTER] = m->n_experts,
                                        [V4_GATHERED] = m->dim,
-                                       [V4_RESULT] = m->dim};
+                                       [V4_RESULT] = m->dim,
+                                       [V4_DRAFT] = m->mtp ? flat : 1};
   for (uint32_t i = 0; i < V4_BUFFERS; i++) ds4_declare_buffer(e, widths[i]);
   e->width = flat;
+  e->draft = m->mtp ? V4_DRAFT : 0;
   /* far rows and their number; windows that close (3); picks and their weights, tokens of an expert with theirs; the streams' rows of the embedding */
   e->scratch_width = m->keep + 1 + 3 + 2 * m->n_used + 2 + m->streams;
 }
@@ -346,6 +362,14 @@ int v4_bind(ds4_engine *e, ds4_error *err) {
   m->head_mix = (v4_mix){ds4_find_tensor(e, "head_mix_fn")->weight, ds4_find_tensor(e, "head_mix_scale")->values,
                          ds4_find_tensor(e, "head_mix_base")->values};
   int status = DS4_OK;
-  for (uint32_t i = 0; !status && i < e->n_layers; i++) status = bind_layer(e, m, i, err);
-  return status;
+  for (uint32_t i = 0; !status && i < e->n_layers + m->mtp; i++) status = bind_layer(e, m, i, err);
+  if (status || !m->mtp) return status;
+  m->e_proj = ds4_find_tensor(e, "mtp.e_proj")->weight;
+  m->h_proj = ds4_find_tensor(e, "mtp.h_proj")->weight;
+  m->e_norm = ds4_find_tensor(e, "mtp.e_norm")->values;
+  m->h_norm = ds4_find_tensor(e, "mtp.h_norm")->values;
+  m->mtp_norm = ds4_find_tensor(e, "mtp.norm")->values;
+  m->mtp_mix = (v4_mix){ds4_find_tensor(e, "mtp.mix_fn")->weight, ds4_find_tensor(e, "mtp.mix_scale")->values,
+                        ds4_find_tensor(e, "mtp.mix_base")->values};
+  return DS4_OK;
 }

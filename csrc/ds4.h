@@ -155,7 +155,9 @@ enum ds4_want {
   DS4_WANT_NONE = 0,
   DS4_WANT_LAST = 1, /* the session's logits */
   DS4_WANT_ALL = 2,  /* also out[n][vocab] */
-  DS4_WANT_SCORE = 3 /* also out[n]: log-probability of each token, given all before it; 0 for the first of an empty session */
+  DS4_WANT_SCORE = 3, /* also out[n]: log-probability of each token, given all before it; 0 for the first of an empty session */
+  DS4_WANT_DRAFT = 4  /* out[n][vocab]: what the MTP block (setting mtp) says of the next token, from the state one token before; zeros at
+                         position 0. No session logits */
 };
 typedef struct ds4_segment {
   ds4_session *session;
@@ -233,6 +235,9 @@ float ds4_random(uint64_t seed, uint64_t position);
 /* ---- test builds (-DDS4_TEST) ---------------------------------------------------------------------------------------------------- */
 
 enum ds4_fault { DS4_FAULT_ALLOC = 0, DS4_FAULT_READ = 1, DS4_FAULT_WRITE = 2, DS4_FAULT_KERNEL = 3, DS4_FAULT_DEVICE = 4 };
+/* The floats that the next rounds compute inside are appended to out[n], in the order that the architecture's source gives. Returns how many
+ * floats were written since the last call. */
+uint64_t ds4_engine_trace(ds4_engine *e, float *out, uint64_t n);
 /* 1 when failure injection, NaN poisoning and the toy streams are compiled in. */
 int ds4_test_build(void);
 /* Makes the k-th operation of this kind from now on fail once (k from 1; 0 = off). Returns how many were seen since the last call. */

@@ -44,6 +44,13 @@ static inline bool ds4_fault_hit(ds4_faults *f, int kind) {
   return false;
 }
 #endif
+#ifdef DS4_TEST
+void ds4_trace(ds4_engine *e, const float *x, uint64_t n); /* what a round computes inside, for the tests */
+void ds4_trace_ids(ds4_engine *e, const uint32_t *x, uint64_t n);
+#else
+static inline void ds4_trace(ds4_engine *e, const float *x, uint64_t n) { (void)e, (void)x, (void)n; }
+static inline void ds4_trace_ids(ds4_engine *e, const uint32_t *x, uint64_t n) { (void)e, (void)x, (void)n; }
+#endif
 void *ds4_alloc(ds4_engine *e, uint64_t bytes); /* zeroed; NULL when there is none, or by injection. Released with free() */
 
 /* ---- streams and pages --------------------------------------------------------------------------------------------------------------- */
@@ -168,6 +175,7 @@ typedef struct ds4_arch {
   int (*bind)(ds4_engine *e, ds4_error *err);  /* finds its tensors, when all are there */
   int (*forward)(ds4_run *r);                  /* leaves the residual stream of the last layer in buffer[0] */
   int (*head)(ds4_engine *e, const float *x, uint32_t n, float *scratch, float *logits); /* [n][width] -> [n][vocab] */
+  int (*draft_head)(ds4_engine *e, const float *x, uint32_t n, float *scratch, float *logits); /* of buffer[draft] */
 } ds4_arch;
 extern const ds4_arch ds4_llama, ds4_qwen3, ds4_gemma3, ds4_deepseek_v4;
 
@@ -187,6 +195,8 @@ struct ds4_engine {
   const ds4_ops *ops;
   ds4_backend *backend;
   ds4_faults faults;
+  float *trace; /* test builds: where ds4_trace appends */
+  uint64_t trace_cap, trace_n;
 
   ds4_setting *settings;
   ds4_tensor *tensors;
@@ -198,6 +208,7 @@ struct ds4_engine {
 
   uint32_t buffer_width[DS4_MAX_BUFFERS], n_buffers, buffer_tokens;
   float *buffer[DS4_MAX_BUFFERS];
+  uint32_t draft; /* buffer with the MTP block's residual streams; 0: there is none */
   uint32_t scratch_width, *scratch;           /* memory of the host for the architecture, [buffer_tokens][scratch_width] */
   float *head_x, *head_scratch, *head_logits; /* [head_rows][width] twice, [head_rows][vocab] */
   uint32_t head_rows;

@@ -14,6 +14,14 @@ static const ds4_ops *const backends[] = {&ds4_ref_ops, &ds4_cpu_ops};
 #define COUNT(a) (sizeof(a) / sizeof *(a))
 
 #ifdef DS4_TEST
+void ds4_trace(ds4_engine *e, const float *x, uint64_t n) {
+  for (uint64_t i = 0; i < n && e->trace_n < e->trace_cap; i++) e->trace[e->trace_n++] = x[i];
+}
+
+void ds4_trace_ids(ds4_engine *e, const uint32_t *x, uint64_t n) {
+  for (uint64_t i = 0; i < n && e->trace_n < e->trace_cap; i++) e->trace[e->trace_n++] = (float)x[i];
+}
+
 bool ds4_fault_hit(ds4_faults *f, int kind) {
   uint64_t seen = atomic_fetch_add(&f->seen[kind], 1) + 1, at = atomic_load(&f->at[kind]);
   return at && seen == at;
@@ -26,6 +34,14 @@ int ds4_test_build(void) {
 #else
   return 0;
 #endif
+}
+
+uint64_t ds4_engine_trace(ds4_engine *e, float *out, uint64_t n) {
+  uint64_t written = e->trace_n;
+  e->trace = out;
+  e->trace_cap = out ? n : 0;
+  e->trace_n = 0;
+  return written;
 }
 
 uint64_t ds4_engine_fault(ds4_engine *e, int32_t kind, uint64_t k) {

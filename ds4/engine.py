@@ -408,22 +408,24 @@ class Session(_Closing):
         self,
         tokens: Tokens,
         *,
-        logits: Literal["last", "all"] | None = "last",
+        logits: Literal["last", "all", "draft"] | None = "last",
         chunk: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> npt.NDArray[np.float32] | None:
         """Appends tokens and computes their rows. `logits`: "last" (then `s.logits`), "all" (also returns float32 [n,
-        vocab]; refused above 1 GB), or None. `chunk`: tokens computed together, default 512; the bits do not depend
+        vocab]; refused above 1 GB), "draft" (returns what the MTP block of an engine with `mtp` says of the same next tokens,
+        from the state one token before; zeros at position 0; leaves no `s.logits`), or None. `chunk`: tokens computed together, default 512; the bits do not depend
         on it. `progress(done, total)` is called at least every 50 ms.
 
         Raises ArgumentError, ContextFull, PoolFull, Busy, Poisoned before anything is computed; Cancelled and
         ComputeError leave the session at the last whole chunk (`error.pos`).
         """
         wants = {None: lib.DS4_WANT_NONE, "last": lib.DS4_WANT_LAST, "all": lib.DS4_WANT_ALL}
+        wants["draft"] = lib.DS4_WANT_DRAFT
         if logits not in wants:
-            raise ArgumentError(f"logits is {logits!r}; 'last', 'all' and None are possible.")
+            raise ArgumentError(f"logits is {logits!r}; 'last', 'all', 'draft' and None are possible.")
         array, out = _token_array(tokens), None
-        if logits == "all":
+        if logits in ("all", "draft"):
             if len(array) * self.engine.vocab * 4 > 1 << 30:
                 raise ArgumentError(
                     f"the logits of {len(array)} tokens would take {len(array) * self.engine.vocab * 4} bytes, above "
