@@ -49,7 +49,7 @@ def make_engine(model="llama", toy="plain", **options) -> ds4.Engine:
     options = {"backend": "cpu", "threads": 1, "kv_dtype": "f16", **options}
     if "pool_bytes" not in options:
         options.setdefault("pool_tokens", 16384)
-    name = toy if toy in OTHERS else model
+    name = toy if toy in OTHERS else model  # the model itself may also be one of the others
     return ds4.Engine(DATA / name, test_options=TOYS[toy], **kv_options(name, options))
 
 
