@@ -57,7 +57,7 @@ typedef struct ds4_error {
 /* ---- formats --------------------------------------------------------------------------------------------------------------------- */
 
 /* Numbers are those of the GGUF format, so that a loader passes them through. Q*_0, Q*_1, IQ4_NL and MXFP4 have blocks of 32 weights with one scale,
- * Q*_K blocks of 256 weights with an integer scale for every 16 or 32 of them. formats.c has the layouts. */
+ * Q*_K and IQ2_XXS blocks of 256 weights with an integer scale for every 16 or 32 of them. formats.c has the layouts. */
 enum ds4_format {
   DS4_F32 = 0,
   DS4_F16 = 1,
@@ -71,6 +71,7 @@ enum ds4_format {
   DS4_Q4_K = 12,
   DS4_Q5_K = 13,
   DS4_Q6_K = 14,
+  DS4_IQ2_XXS = 16,
   DS4_IQ4_NL = 20,
   DS4_BF16 = 30,
   DS4_MXFP4 = 39,

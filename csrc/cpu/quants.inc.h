@@ -56,6 +56,7 @@ INLINE void quant_tile(int32_t format, const ds4_packed *w, uint32_t piece, cons
         vq scale = q_f16(head + 2 * (first + q * VB_ROWS)), minimum = {0};
         if (f.minimum) minimum = q_f16(head + 32 + 2 * (first + q * VB_ROWS));
         if (f.sub) minimum = -minimum;
+        if (f.eighth) scale *= 0.125f;
         if (f.sub == 32) {
           scale *= __builtin_convertvector(vi_bytes(sc), vq);
           minimum *= __builtin_convertvector(vi_bytes(sc + 16), vq);
@@ -99,6 +100,7 @@ static void k_matmul_quant(const ds4_packed *w, uint32_t group, uint32_t groups,
     CASE(DS4_Q4_K);
     CASE(DS4_Q5_K);
     CASE(DS4_Q6_K);
+    CASE(DS4_IQ2_XXS);
     CASE(DS4_IQ4_NL);
 #undef CASE
   }

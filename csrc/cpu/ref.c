@@ -116,7 +116,7 @@ static int32_t sum_16(const int8_t *a) {
 
 /* Integer weights: in every block of 32 an exact integer sum, then one chain over the blocks. dx is the scale of the activations, dq = dx * their sum.
  *
- *   sum = fma(d * dx, isum, sum)            then with a minimum    sum = fma(m, dq, sum)
+ *   sum = fma(d * dx, isum, sum)            then with a minimum    sum = fma(m, dq, sum)          (IQ2_XXS: d is an eighth of the scale)
  *
  * Sub-blocks of 32 bring an integer scale and minimum, d * sc and -m * mn are exact and stand for d and m. Of two sub-blocks of 16 the integer
  * sums are combined before: isum = sc0 * isum0 + sc1 * isum1, below 2^24 and so exact as a float, msum = mn0 * sum0 + mn1 * sum1, and
@@ -126,7 +126,7 @@ static float dot_quant(const quant_row *w, uint64_t cols, const quant *x) {
   for (uint64_t k = 0; k < cols; k += 32) {
     const ds4_block *b = &w->blocks[k / w->block];
     const int8_t *v = w->value + k, *q = x->q + k;
-    float d = ds4_f16(b->d), m = ds4_f16(b->m), dx = x->d[k / 32], dq = x->dq[k / 32];
+    float d = w->shape.eighth ? ds4_f16(b->d) * 0.125f : ds4_f16(b->d), m = ds4_f16(b->m), dx = x->d[k / 32], dq = x->dq[k / 32];
     uint64_t s = w->shape.sub ? k % w->block / w->shape.sub : 0;
     if (w->shape.sub == 16) {
       sum = fmaf(d * dx, (float)(b->sc[s] * dot_16(v, q) + b->sc[s + 1] * dot_16(v + 16, q + 16)), sum);

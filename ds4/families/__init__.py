@@ -19,18 +19,23 @@ from ds4.files.base import quote
 
 # (container, architecture as the file names it) -> (the core's architecture, reader)
 FAMILIES: dict[tuple[str, str], tuple[str, Callable[..., common.Parts]]] = {
+    ("gguf", "deepseek4"): ("deepseek_v4", deepseek_v4.from_gguf),
     ("gguf", "gemma3"): ("gemma3", gemma3.from_gguf),
     ("gguf", "llama"): ("llama", llama.from_gguf),
     ("gguf", "qwen3"): ("qwen3", qwen3.from_gguf),
     ("gguf", "qwen3moe"): ("qwen3", qwen3.from_gguf),
     ("safetensors", "deepseek_v4"): ("deepseek_v4", deepseek_v4.from_hf),
-    ("safetensors", "deepseek_v41"): ("deepseek_v4", deepseek_v4.refuse_v41),
     ("safetensors", "gemma3"): ("gemma3", gemma3.from_hf_multimodal),
     ("safetensors", "gemma3_text"): ("gemma3", gemma3.from_hf),
     ("safetensors", "llama"): ("llama", llama.from_hf),
     ("safetensors", "mistral"): ("llama", llama.from_hf_mistral),
     ("safetensors", "qwen3"): ("qwen3", qwen3.from_hf),
     ("safetensors", "qwen3_moe"): ("qwen3", qwen3.from_hf_moe),
+}
+# names that look like one of these and are another architecture
+REFUSED = {
+    "deepseek_v41": "DeepSeek V4.1 (model_type 'deepseek_v41') is an architecture of its own that this version does not "
+    "run; use a DeepSeek V4 model",
 }
 
 
@@ -53,6 +58,8 @@ def model_spec(checkpoint: Checkpoint, *, rounding: bool = False, mtp: bool = Fa
     Raises UnsupportedError for whatever this version does not know, FileFormatError when options and tensors do not fit
     together.
     """
+    if checkpoint.architecture in REFUSED:
+        raise UnsupportedError(f"{checkpoint.path}: {REFUSED[checkpoint.architecture]}.")
     try:
         arch, read = FAMILIES[checkpoint.kind, checkpoint.architecture]
     except KeyError:

@@ -40,6 +40,14 @@ HF_ONLY = {key: allowed for key, allowed in common.HF_ONLY.items() if key != "qu
     "expert_dtype": ("fp4", "fp8"),  # the tensors say it themselves
     "attention_dropout": (0.0, 0),
 }
+GGUF_ONLY = {
+    "attention.head_count_kv": (1,),
+    "expert_shared_count": (1,),
+    "expert_weights_norm": (True,),
+    "expert_gating_func": (4,),  # sqrtsoftplus
+    "expert_group_count": (0,),
+    "expert_group_used_count": (0,),
+}
 QUANTIZATION_ONLY = {
     "quant_method": ("fp8",),
     "fmt": ("e4m3",),
@@ -320,13 +328,6 @@ def from_hf(checkpoint: Checkpoint, rounding: bool, mtp: bool) -> common.Parts:
     return s.config(rounding, mtp), tensors.finish()
 
 
-def refuse_v41(checkpoint: Checkpoint, rounding: bool, mtp: bool) -> common.Parts:
-    raise UnsupportedError(
-        f"{checkpoint.path}: is DeepSeek V4.1 (model_type 'deepseek_v41'), an architecture of its own that this version "
-        "does not run; use a DeepSeek V4 model."
-    )
-
-
 def _check_mtp(checkpoint: Checkpoint, s: Sizes, mtp: bool) -> None:
     if mtp and not s.has_mtp:
         raise ArgumentError(f"{checkpoint.path}: holds no MTP block; make the engine without mtp=True.")
@@ -406,3 +407,98 @@ def _expert_numbers(checkpoint: Checkpoint, tensor: Tensor, n_experts: int) -> T
     values = ids.astype("<f4")
     values.flags.writeable = False
     return Tensor(tensor.name, "F32", (ids.size,), memoryview(values.view(np.uint8)))
+
+
+# ---- GGUF ----
+
+
+def from_gguf(checkpoint: Checkpoint, rounding: bool, mtp: bool) -> common.Parts:
+    """Config and tensors of a GGUF file for the core."""
+    options = common.gguf_options(checkpoint)
+    common.check_only(options, GGUF_ONLY)
+    s = _gguf_sizes(checkpoint, options)
+    _check_mtp(checkpoint, s, mtp)
+    tensors = Tensors(checkpoint)
+    stacked: dict[str, list[Tensor]] = {}
+    for piece in pieces(s, mtp):
+        if piece.expert is None:
+            _add(tensors, piece, _plain(tensors, piece.gguf, piece), s)
+            continue
+        if piece.gguf not in stacked:
+            stacked[piece.gguf] = list(common.split(tensors.find(piece.gguf, s.n_experts, *piece.shape)))
+        tensors.add(piece.core, stacked[piece.gguf][piece.expert])
+    for name in checkpoint.tensors:
+        if not mtp and name.startswith("mtp."):
+            tensors.skip(name)
+    return s.config(rounding, mtp), tensors.finish()
+
+
+def _gguf_sizes(checkpoint: Checkpoint, options: Options) -> Sizes:
+    n_layers = options.count("block_count", most=common.MAX_LAYERS)
+    head_dim = options.count("attention.key_length", most=4096)
+    options.only("attention.value_length", head_dim)
+    ratios = "attention.compress_ratios"
+    s = Sizes(
+        n_layers=n_layers,
+        vocab=options.count("vocab_size", checkpoint.tensor("token_embd.weight").shape[0]),
+        ctx=options.count("context_length", most=MAX_CTX),
+        dim=options.count("embedding_length"),
+        n_heads=options.count("attention.head_count", most=4096),
+        head_dim=head_dim,
+        rope_dim=options.count("rope.dimension_count", most=4096),
+        q_rank=options.count("attention.q_lora_rank", most=1 << 20),
+        o_groups=options.count("attention.output_group_count", most=4096),
+        o_rank=options.count("attention.output_lora_rank", most=1 << 20),
+        window=options.count("attention.sliding_window", most=1 << 20),
+        ratios=_ratios(options.raw(ratios), options.name(ratios), n_layers),
+        index_heads=options.count("attention.indexer.head_count", most=4096),
+        index_dim=options.count("attention.indexer.key_length", most=4096),
+        index_keep=options.count("attention.indexer.top_k", most=1 << 16),
+        n_experts=options.count("expert_count", most=common.MAX_EXPERTS),
+        n_experts_used=options.count("expert_used_count"),
+        expert_ffn_dim=options.count("expert_feed_forward_length", most=1 << 22),
+        n_hash_layers=_from_zero(options, "hash_layer_count"),
+        route_scale=options.number("expert_weights_scale"),
+        swiglu_limit=_one_for_all(options, "swiglu_clamp_exp"),
+        norm_eps=options.number("attention.layer_norm_rms_epsilon"),
+        streams=options.count("hyper_connection.count", most=16),
+        mix_iterations=options.count("hyper_connection.sinkhorn_iterations", most=1000),
+        mix_eps=options.number("hyper_connection.epsilon"),
+    )
+    if "swiglu_clamp_shexp" in options and _one_for_all(options, "swiglu_clamp_shexp") != s.swiglu_limit:
+        raise UnsupportedError(f"{options.name('swiglu_clamp_shexp')} differs from swiglu_clamp_exp.")
+    s.rope_freqs = rope.plain(s.rope_dim, options.number("rope.freq_base", 10000.0, 1.0))
+    s.compress_rope_freqs = _gguf_compress_freqs(options, s.rope_dim)
+    s.has_mtp = any(name.startswith("mtp.0.") for name in checkpoint.tensors)
+    _from_zero(options, "nextn_predict_layers")
+    options.finish()
+    check(s, options.where)
+    return s
+
+
+def _one_for_all(options: Options, key: str) -> float:
+    """A number, or an array that says the same of every layer."""
+    value = options.raw(key)
+    if not isinstance(value, np.ndarray):
+        return options.number(key)
+    if not value.size or value.dtype.kind != "f" or not (value == value[0]).all() or not 0 < value[0] < 1e6:
+        raise UnsupportedError(f"{options.name(key)} must hold one number above 0, the same for every layer.")
+    return float(value[0])
+
+
+def _gguf_compress_freqs(options: Options, rope_dim: int) -> list[float]:
+    theta = options.number("attention.compress_rope_freq_base", above=1.0)
+    freqs = rope.plain(rope_dim, theta)
+    kind = options.text("rope.scaling.type", "none")
+    if kind == "none":
+        return freqs
+    if kind != "yarn":
+        raise UnsupportedError(f"{options.name('rope.scaling.type')} is {quote(kind)}; layers with compressed rows use yarn.")
+    factor = options.number("rope.scaling.factor")
+    original = options.count("rope.scaling.original_context_length", most=MAX_CTX)
+    beta = options.number("rope.scaling.yarn_beta_fast", 32.0), options.number("rope.scaling.yarn_beta_slow", 1.0)
+    # cos and sin are not scaled: a writer that names the factor must take back what YaRN itself would bring
+    magnitude = rope.yarn_magnitude(factor)
+    if abs(options.number("rope.scaling.attn_factor", 1.0 / magnitude) * magnitude - 1.0) > 1e-4:
+        raise UnsupportedError(f"{options.name('rope.scaling.attn_factor')} scales cos and sin, which this family does not.")
+    return rope.yarn(freqs, theta, factor, original, *beta)

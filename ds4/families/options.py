@@ -18,7 +18,7 @@ from ds4.files.base import quote
 LARGEST = 1 << 24  # no dimension of a model is larger; keeps products of two far from any limit
 MATRIX_FORMATS = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
-    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ4_NL", "MXFP4"),
 )
 SCALED_FORMATS = ("FP8", "FP4")  # two tensors of the file, joined by the family that knows them
 VECTOR_FORMATS = ("F32", "F16", "BF16")
