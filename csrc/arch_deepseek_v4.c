@@ -10,10 +10,10 @@
 
 /* Memory of the host for one round, [n] each unless noted; the parts of engine.scratch. */
 typedef struct lists {
-  uint32_t *far, *far_n;                        /* [n][keep] far rows of each token, ascending; how many */
-  uint32_t *segment, *first, *row;              /* windows that close in this round: segment, first position, row */
-  uint32_t *pick, *token, *spread;              /* [n][n_used] experts; tokens of one expert; [n][streams] rows of the embedding */
-  float *weight, *part;                         /* [n][n_used]; of the tokens of one expert */
+  uint32_t *far, *far_n;           /* [n][keep] far rows of each token, ascending; how many */
+  uint32_t *segment, *first, *row; /* windows that close in this round: segment, first position, row */
+  uint32_t *pick, *token, *spread; /* [n][n_used] experts; tokens of one expert; [n][streams] rows of the embedding */
+  float *weight, *part;            /* [n][n_used]; of the tokens of one expert */
 } lists;
 
 static lists lists_of(const ds4_run *r, const v4 *m) {
@@ -128,7 +128,8 @@ static int compress(ds4_run *r, const v4 *m, const v4_layer *l, bool index) {
   DS4_OP(ops->rope_tail(e->backend, out, s.first, closed, 1, width, m->rope_dim, e->rope[V4_COMPRESSED].table, false));
   if (m->rounding && index) DS4_OP(ops->round_fp4(e->backend, out, closed, width));
   if (m->rounding && !index) DS4_OP(ops->round_fp8(e->backend, out, closed, width, m->rope_dim));
-  DS4_OP(ops->rows_write(e->backend, &e->stream[to].layout, l->far, index ? V4_PART_INDEX : V4_PART_ROWS, views_of(r, to), &windows, s.row, out));
+  DS4_OP(ops->rows_write(e->backend, &e->stream[to].layout, l->far, index ? V4_PART_INDEX : V4_PART_ROWS, views_of(r, to), &windows, s.row,
+                         out));
   return DS4_OK;
 }
 

@@ -171,14 +171,15 @@ typedef struct ds4_ops {
   int (*attend)(ds4_backend *b, const ds4_attend *a);
   int (*glu)(ds4_backend *b, int kind, float limit, const float *gate, const float *up, uint64_t n, float *out); /* kind(gate) * up */
   int (*add)(ds4_backend *b, float *x, const float *y, uint64_t n);                                              /* x += y */
-  int (*scale)(ds4_backend *b, float *x, float factor, uint64_t n);                                 /* x *= factor */
-  int (*clear)(ds4_backend *b, float *x, uint64_t n);                                               /* x = 0 */
+  int (*scale)(ds4_backend *b, float *x, float factor, uint64_t n);                                              /* x *= factor */
+  int (*clear)(ds4_backend *b, float *x, uint64_t n);                                                            /* x = 0 */
   int (*gather)(ds4_backend *b, const float *x, const uint32_t *row, uint32_t n, uint32_t width, float *out);
   /* out[row[i]] += weight[i] * x[i], one fused multiply-add a number; no row comes twice. row and weight are memory of the host */
   int (*scatter_add)(ds4_backend *b, const float *x, const uint32_t *row, const float *weight, uint32_t n, uint32_t width, float *out);
 
   /* rows of compressed attention */
-  int (*add_rows)(ds4_backend *b, float *x, const float *table, const uint32_t *row, uint32_t n, uint32_t width); /* x[i] += table[row[i]] */
+  int (*add_rows)(ds4_backend *b, float *x, const float *table, const uint32_t *row, uint32_t n,
+                  uint32_t width); /* x[i] += table[row[i]] */
   /* Rotates the last `tail` numbers of each head in interleaved pairs; `inverse`: by the negative angle. */
   int (*rope_tail)(ds4_backend *b, float *x, const uint32_t *pos, uint32_t n, uint32_t heads, uint32_t width, uint32_t tail,
                    const float *table, bool inverse);

@@ -8,7 +8,7 @@
 
 /* Hyper-connections around one sublayer (or the head): products of the flat residual streams, made into weights. */
 typedef struct v4_mix {
-  const ds4_weight *fn;     /* [(2 + streams) * streams, streams * dim], the head's: [streams, ..] */
+  const ds4_weight *fn;      /* [(2 + streams) * streams, streams * dim], the head's: [streams, ..] */
   const float *scale, *base; /* [3] or [1]; [rows of fn] */
 } v4_mix;
 
@@ -84,8 +84,8 @@ enum {
 /* Streams. Those that no layer has are not declared. */
 enum { V4_RAW, V4_INPUT_4, V4_INPUT_128, V4_ROWS_4, V4_ROWS_128, V4_HIDDEN, V4_STREAMS };
 enum { V4_PART_VALUES, V4_PART_SCORES, V4_PART_INDEX_VALUES, V4_PART_INDEX_SCORES }; /* of an input stream */
-enum { V4_PART_ROWS, V4_PART_INDEX };                                              /* of stream rows4 */
-uint32_t v4_stream(const v4 *m, uint32_t which); /* its number in the engine */
+enum { V4_PART_ROWS, V4_PART_INDEX };                                                /* of stream rows4 */
+uint32_t v4_stream(const v4 *m, uint32_t which);                                     /* its number in the engine */
 
 int v4_setup(ds4_engine *e, ds4_error *err);
 int v4_bind(ds4_engine *e, ds4_error *err);

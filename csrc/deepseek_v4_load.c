@@ -62,7 +62,8 @@ static int check_sizes(const ds4_engine *e, const v4 *m, ds4_error *err) {
     return ds4_fail(err, DS4_EUNSUPPORTED, m->index_dim, 0, "index_dim %u is no power of two, which the Hadamard transform needs",
                     m->index_dim);
   if (m->n_heads % m->o_groups)
-    return ds4_fail(err, DS4_EUNSUPPORTED, m->n_heads, m->o_groups, "%u heads do not divide into %u output groups", m->n_heads, m->o_groups);
+    return ds4_fail(err, DS4_EUNSUPPORTED, m->n_heads, m->o_groups, "%u heads do not divide into %u output groups", m->n_heads,
+                    m->o_groups);
   if (e->vocab < m->streams)
     return ds4_fail(err, DS4_EUNSUPPORTED, e->vocab, m->streams, "a vocabulary of %u is smaller than the %u residual streams", e->vocab,
                     m->streams);
@@ -184,20 +185,17 @@ static int declare_layer(ds4_engine *e, const v4 *m, uint32_t i, ds4_error *err)
 
 static int declare_tensors(ds4_engine *e, const v4 *m, ds4_error *err) {
   uint32_t flat = m->streams * m->dim;
-  const ds4_shape shapes[] = {{"embed", e->vocab, m->dim, false},     {"head", e->vocab, m->dim, false}, {"norm", 1, m->dim, true},
-                              {"head_mix_fn", m->streams, flat, false}, {"head_mix_scale", 1, 1, true},  {"head_mix_base", 1, m->streams, true}};
+  const ds4_shape shapes[] = {{"embed", e->vocab, m->dim, false}, {"head", e->vocab, m->dim, false},
+                              {"norm", 1, m->dim, true},          {"head_mix_fn", m->streams, flat, false},
+                              {"head_mix_scale", 1, 1, true},     {"head_mix_base", 1, m->streams, true}};
   int status = DS4_OK;
   for (size_t k = 0; !status && k < sizeof shapes / sizeof *shapes; k++)
     status = ds4_declare_tensor(e, shapes[k].name, shapes[k].rows, shapes[k].cols, shapes[k].vector, false, err);
   for (uint32_t i = 0; !status && i < e->n_layers + m->mtp; i++) status = declare_layer(e, m, i, err);
-  const ds4_shape mtp[] = {{"mtp.e_proj", m->dim, m->dim, false},
-                           {"mtp.h_proj", m->dim, m->dim, false},
-                           {"mtp.e_norm", 1, m->dim, true},
-                           {"mtp.h_norm", 1, m->dim, true},
-                           {"mtp.norm", 1, m->dim, true},
-                           {"mtp.mix_fn", m->streams, flat, false},
-                           {"mtp.mix_scale", 1, 1, true},
-                           {"mtp.mix_base", 1, m->streams, true}};
+  const ds4_shape mtp[] = {{"mtp.e_proj", m->dim, m->dim, false}, {"mtp.h_proj", m->dim, m->dim, false},
+                           {"mtp.e_norm", 1, m->dim, true},       {"mtp.h_norm", 1, m->dim, true},
+                           {"mtp.norm", 1, m->dim, true},         {"mtp.mix_fn", m->streams, flat, false},
+                           {"mtp.mix_scale", 1, 1, true},         {"mtp.mix_base", 1, m->streams, true}};
   for (size_t k = 0; m->mtp && !status && k < sizeof mtp / sizeof *mtp; k++)
     status = ds4_declare_tensor(e, mtp[k].name, mtp[k].rows, mtp[k].cols, mtp[k].vector, false, err);
   return status;
@@ -308,14 +306,14 @@ static int bind_ids(ds4_engine *e, const v4 *m, uint32_t layer, ds4_error *err) 
   if (!status) status = e->ops->wait(e->backend);
   for (uint64_t i = 0; !status && i < n; i++) {
     if (!(ids[i] >= 0.0f && ids[i] < (float)m->n_experts) || ids[i] != floorf(ids[i]))
-      status = ds4_fail(err, DS4_EINVAL, (int64_t)i, m->n_experts, "the expert table of layer %u names expert %g of %u for token %llu", layer,
-                        (double)ids[i], m->n_experts, (unsigned long long)(i / m->n_used));
+      status = ds4_fail(err, DS4_EINVAL, (int64_t)i, m->n_experts, "the expert table of layer %u names expert %g of %u for token %llu",
+                        layer, (double)ids[i], m->n_experts, (unsigned long long)(i / m->n_used));
     else
       out[i] = (uint16_t)ids[i];
     for (uint64_t k = i / m->n_used * m->n_used; !status && k < i; k++)
       if (out[k] == out[i])
-        status = ds4_fail(err, DS4_EINVAL, (int64_t)i, 0, "the expert table of layer %u names expert %u twice for token %llu", layer, out[i],
-                          (unsigned long long)(i / m->n_used));
+        status = ds4_fail(err, DS4_EINVAL, (int64_t)i, 0, "the expert table of layer %u names expert %u twice for token %llu", layer,
+                          out[i], (unsigned long long)(i / m->n_used));
   }
   free(ids);
   return status;

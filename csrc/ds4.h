@@ -154,8 +154,8 @@ typedef int (*ds4_progress)(void *user, uint64_t done, uint64_t total);
 
 enum ds4_want {
   DS4_WANT_NONE = 0,
-  DS4_WANT_LAST = 1, /* the session's logits */
-  DS4_WANT_ALL = 2,  /* also out[n][vocab] */
+  DS4_WANT_LAST = 1,  /* the session's logits */
+  DS4_WANT_ALL = 2,   /* also out[n][vocab] */
   DS4_WANT_SCORE = 3, /* also out[n]: log-probability of each token, given all before it; 0 for the first of an empty session */
   DS4_WANT_DRAFT = 4  /* out[n][vocab]: what the MTP block (setting mtp) says of the next token, from the state one token before; zeros at
                          position 0. No session logits */

@@ -221,8 +221,7 @@ static void apart_iq2_xxs(const uint8_t *p, ds4_block *b) {
     for (uint32_t g = 0; g < 4; g++) {
       uint32_t sign = rest >> 7 * g & 127u;
       sign |= (uint32_t)__builtin_parity(sign) << 7;
-      for (uint32_t i = 0; i < 8; i++)
-        b->code[32 * s + 8 * g + i] = (uint8_t)((iq2_grid[at[g]] >> 2 * i & 3u) | (sign >> i & 1u) << 3);
+      for (uint32_t i = 0; i < 8; i++) b->code[32 * s + 8 * g + i] = (uint8_t)((iq2_grid[at[g]] >> 2 * i & 3u) | (sign >> i & 1u) << 3);
     }
   }
 }

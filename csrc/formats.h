@@ -45,7 +45,7 @@ typedef struct ds4_shape {
   uint32_t sub;        /* weights of a sub-block, 0: the format has none */
   bool minimum;
   bool eighth; /* the block's scale is an eighth of what is stored */
-  bool int8; /* products take activations as int8 in blocks of 32; else as float32 */
+  bool int8;   /* products take activations as int8 in blocks of 32; else as float32 */
 } ds4_shape;
 
 static const int8_t ds4_iq4_nl_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};

@@ -145,8 +145,8 @@ typedef struct ds4_tensor {
   char name[64];
   uint64_t rows, cols;
   bool vector, optional, mapped; /* mapped: see ds4_matrix */
-  ds4_weight *weight; /* matrix */
-  float *values;      /* vector, float32 in backend memory */
+  ds4_weight *weight;            /* matrix */
+  float *values;                 /* vector, float32 in backend memory */
 } ds4_tensor;
 
 /* One round as an architecture sees it. */
@@ -174,7 +174,7 @@ typedef struct ds4_arch {
   int (*setup)(ds4_engine *e, ds4_error *err); /* reads the settings, declares streams, tensors, buffers */
   int (*bind)(ds4_engine *e, ds4_error *err);  /* finds its tensors, when all are there */
   int (*forward)(ds4_run *r);                  /* leaves the residual stream of the last layer in buffer[0] */
-  int (*head)(ds4_engine *e, const float *x, uint32_t n, float *scratch, float *logits); /* [n][width] -> [n][vocab] */
+  int (*head)(ds4_engine *e, const float *x, uint32_t n, float *scratch, float *logits);       /* [n][width] -> [n][vocab] */
   int (*draft_head)(ds4_engine *e, const float *x, uint32_t n, float *scratch, float *logits); /* of buffer[draft] */
 } ds4_arch;
 extern const ds4_arch ds4_llama, ds4_qwen3, ds4_gemma3, ds4_deepseek_v4;
@@ -208,7 +208,7 @@ struct ds4_engine {
 
   uint32_t buffer_width[DS4_MAX_BUFFERS], n_buffers, buffer_tokens;
   float *buffer[DS4_MAX_BUFFERS];
-  uint32_t draft; /* buffer with the MTP block's residual streams; 0: there is none */
+  uint32_t draft;                             /* buffer with the MTP block's residual streams; 0: there is none */
   uint32_t scratch_width, *scratch;           /* memory of the host for the architecture, [buffer_tokens][scratch_width] */
   float *head_x, *head_scratch, *head_logits; /* [head_rows][width] twice, [head_rows][vocab] */
   uint32_t head_rows;

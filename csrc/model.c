@@ -62,8 +62,9 @@ int ds4_engine_new(const char *arch, const char *backend, int32_t threads, ds4_e
     if (!strcmp(architectures[i]->name, arch)) a = architectures[i];
   for (size_t i = 0; i < COUNT(backends); i++)
     if (!strcmp(backends[i]->name, backend)) ops = backends[i];
-  if (!a) return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "architecture '%.60s' is not known; this version has llama, qwen3, gemma3 and deepseek_v4",
-                         arch);
+  if (!a)
+    return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "architecture '%.60s' is not known; this version has llama, qwen3, gemma3 and deepseek_v4",
+                    arch);
   if (!ops) return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "backend '%.60s' is not known; this version has cpu and ref", backend);
   if (threads < 0 || threads > 256)
     return ds4_fail(err, DS4_EINVAL, threads, 256, "threads is %d; 0 (all CPUs this process may use) to 256 are possible", threads);
@@ -326,8 +327,8 @@ static int check_fp8(const ds4_tensor *t, const ds4_matrix *m, uint64_t scale_by
   for (uint64_t i = 0; i < m->nbytes; i++) bad += (m->data[i] & 0x7fu) == DS4_FP8_NAN;
   for (uint64_t i = 0; i < scale_bytes; i++) bad += m->scales[i] == 255;
   if (!bad) return DS4_OK;
-  return ds4_fail(err, DS4_ENONFINITE, (int64_t)bad, 0, "tensor %s holds %llu FP8 codes that are no number; the file is damaged: get it again",
-                  t->name, (unsigned long long)bad);
+  return ds4_fail(err, DS4_ENONFINITE, (int64_t)bad, 0,
+                  "tensor %s holds %llu FP8 codes that are no number; the file is damaged: get it again", t->name, (unsigned long long)bad);
 }
 
 static int check_sizes(const ds4_tensor *t, const ds4_matrix *m, uint64_t scale_bytes, ds4_error *err) {
@@ -339,8 +340,8 @@ static int check_sizes(const ds4_tensor *t, const ds4_matrix *m, uint64_t scale_
   int status = ds4_format_bytes(m->format, m->rows, m->cols, &bytes, err);
   if (status) return status;
   if (bytes != m->nbytes || !m->data)
-    return ds4_fail(err, DS4_EINVAL, (int64_t)m->nbytes, (int64_t)bytes, "tensor %s has %llu bytes, its shape and format need %llu", t->name,
-                    (unsigned long long)m->nbytes, (unsigned long long)bytes);
+    return ds4_fail(err, DS4_EINVAL, (int64_t)m->nbytes, (int64_t)bytes, "tensor %s has %llu bytes, its shape and format need %llu",
+                    t->name, (unsigned long long)m->nbytes, (unsigned long long)bytes);
   uint64_t scales = ds4_scale_bytes(m->format, m->rows, m->cols);
   if (scales != scale_bytes || (scales && !m->scales))
     return ds4_fail(err, DS4_EINVAL, (int64_t)scale_bytes, (int64_t)scales,

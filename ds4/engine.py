@@ -138,10 +138,12 @@ class Engine(_Closing):
     `model`: a name of `ds4 models`, a .gguf file, or a folder with safetensors and config.json. `backend`: "cpu", or
     "ref" (plain C, slow, the oracle). `threads`: default all CPUs that this process may use. `kv_dtype`: "f32", "f16"
     or "q8_0". The pool: `pool_bytes`, or room for `pool_tokens` tokens, or half of the memory this process may use.
-    `reach_slack`: positions behind a window that stay exact. DeepSeek V4 only: `rounding` rounds rows and the indexer as
-    the published inference code does (off: as Hugging Face), and with it kv_dtype "fp8" is possible; `mtp` loads the
-    block that predicts the token after the next. `progress(done, total)`: bytes of weights loaded.
+    `reach_slack`: positions behind a window that stay exact. `progress(done, total)`: bytes of weights loaded.
     `test_options`: settings that only a test build of the core knows.
+
+    DeepSeek V4 only: `rounding` rounds rows and the indexer as the published inference code does (False: as Hugging
+    Face; default: what the model's entry in `models/` says, else False), and with it kv_dtype may be "fp8"; it has no
+    "q8_0". `mtp` loads the block that predicts the token after the next.
 
     Raises ArgumentError, FileFormatError, UnsupportedError (by name), SystemResourceError.
     """
@@ -156,7 +158,7 @@ class Engine(_Closing):
         pool_tokens: int | None = None,
         pool_bytes: int | None = None,
         reach_slack: int = 256,
-        rounding: bool = False,
+        rounding: bool | None = None,
         mtp: bool = False,
         progress: ProgressCallback | None = None,
         test_options: Mapping[str, float] | None = None,
@@ -168,6 +170,9 @@ class Engine(_Closing):
         path = models.resolve(self.model)
         self.checkpoint = files.open_checkpoint(path)
         try:
+            known = models.describe(self.model)
+            if rounding is None:
+                rounding = known is not None and known.engine.get("rounding", False)
             self.spec = families.model_spec(self.checkpoint, rounding=rounding, mtp=mtp)
             self.tokenizer = tokenizers.load(self.checkpoint)
             err, out = ffi.new("ds4_error *"), ffi.new("ds4_engine **")
@@ -413,9 +418,10 @@ class Session(_Closing):
         progress: ProgressCallback | None = None,
     ) -> npt.NDArray[np.float32] | None:
         """Appends tokens and computes their rows. `logits`: "last" (then `s.logits`), "all" (also returns float32 [n,
-        vocab]; refused above 1 GB), "draft" (returns what the MTP block of an engine with `mtp` says of the same next tokens,
-        from the state one token before; zeros at position 0; leaves no `s.logits`), or None. `chunk`: tokens computed together, default 512; the bits do not depend
-        on it. `progress(done, total)` is called at least every 50 ms.
+        vocab]; refused above 1 GB), or None; "draft" returns, as float32 [n, vocab], what the MTP block of an engine
+        with `mtp` says of the same next tokens from the state one token before (zeros at position 0), and leaves no
+        `s.logits`. `chunk`: tokens computed together, default 512; the bits do not depend on it.
+        `progress(done, total)` is called at least every 50 ms.
 
         Raises ArgumentError, ContextFull, PoolFull, Busy, Poisoned before anything is computed; Cancelled and
         ComputeError leave the session at the last whole chunk (`error.pos`).

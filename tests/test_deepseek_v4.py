@@ -81,7 +81,10 @@ def test_the_mtp_block(engine, reference, backend, text):
 def test_rounding_is_that_of_the_published_code(engine, reference, backend, text, tolerance):
     """Rounded rows and a choice among them: a small error can turn a pick, so the long text gets a wider bound."""
     folder = reference / "deepseek_v4"
-    tokens, ref = load_file(folder / "ref.safetensors")[f"tokens.{text}"], load_file(folder / "ref_rounding.safetensors")
+    tokens, ref = (
+        load_file(folder / "ref.safetensors")[f"tokens.{text}"],
+        load_file(folder / "ref_rounding.safetensors"),
+    )
     one = engine(folder, backend=backend, rounding=True, mtp=True)
     assert np.abs(evaluated(one, tokens) - ref[f"logits.{text}"]).max() <= tolerance
     assert np.abs(evaluated(one, tokens, "draft")[1:] - ref[f"mtp_logits.{text}"]).max() <= tolerance

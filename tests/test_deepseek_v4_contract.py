@@ -3,6 +3,8 @@ windows of 4 and 128 tokens, positions far behind the raw window, and what going
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from oracle import DATA, assert_same, feed, held_rows, settled, some_tokens
@@ -27,6 +29,15 @@ def engine(request):
         start = settled(one.ledger())
         yield one
         assert settled(one.ledger()) == start
+
+
+def is_tiny(engine: ds4.Engine) -> bool:
+    """The committed model runs everything; the larger ones show on a sample that size does not matter."""
+    return Path(engine.model).parent == DATA
+
+
+def edges(engine: ds4.Engine) -> tuple[int, ...]:
+    return EDGES if is_tiny(engine) else (127, 256, 385, 512)
 
 
 def other_tokens(n: int) -> list[int]:
@@ -65,7 +76,7 @@ def test_marks_far_outside_the_window(engine):
     """Every edge is marked and left behind by more than a thousand tokens."""
     tokens, marks = some_tokens(1700), []
     session = engine.session()
-    for n in EDGES:
+    for n in edges(engine):
         feed(session, tokens[session.pos : n])
         marks.append((n, session.mark()))
     feed(session, tokens[session.pos :])
@@ -74,6 +85,7 @@ def test_marks_far_outside_the_window(engine):
         assert_same(session, tokens[:n])
         session.eval(other_tokens(130))
         assert_same(session, tokens[:n] + other_tokens(130))
+        mark.release()
     session.close()
 
 
@@ -81,7 +93,9 @@ def test_forks_at_the_edges(engine):
     tokens = some_tokens(520)
     with engine.session() as session:
         feed(session, tokens)
-        for n in EDGES[7:]:
+        for n in edges(engine)[-6:]:
+            if n < 383:
+                continue  # behind the slack
             with session.fork(n) as child:
                 assert_same(child, tokens[:n])
                 child.eval(other_tokens(9))
@@ -93,7 +107,7 @@ def test_forks_at_the_edges(engine):
 def test_snapshots_at_the_edges(engine, tmp_path):
     tokens = some_tokens(520)
     with engine.session() as session:
-        for n in EDGES:
+        for n in edges(engine):
             session.eval(tokens[session.pos : n], logits=None)
             session.save(tmp_path / "one.ds4")
             with engine.load(tmp_path / "one.ds4") as loaded:
@@ -107,8 +121,11 @@ def test_a_hundred_restores(engine):
     with engine.session() as session:
         session.eval(tokens)
         mark, logits, most = session.mark(), session.logits.tobytes(), engine.ledger()["pages_used"]
+        longest = 150 if is_tiny(engine) else 12
         for _ in range(100):
-            session.eval(rng.integers(0, engine.vocab, int(rng.integers(1, 150))).tolist(), chunk=int(rng.integers(1, 60)))
+            session.eval(
+                rng.integers(0, engine.vocab, int(rng.integers(1, longest))).tolist(), chunk=int(rng.integers(1, 60))
+            )
             session.rollback(mark)
             assert session.logits.tobytes() == logits
             assert engine.ledger()["pages_used"] <= most  # fewer where it had gone far: what the slack held is gone

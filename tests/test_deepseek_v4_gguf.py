@@ -19,7 +19,12 @@ from ds4.errors import FileFormatError, UnsupportedError
 from ds4.families import deepseek_v4
 
 # rows of 256 numbers, as the formats with blocks of 256 need them
-WIDE = make.CONFIG | {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0]}
+WIDE = make.CONFIG | {
+    "hidden_size": 256,
+    "moe_intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "compress_ratios": [0, 4, 128, 0],
+}
 KEYS: dict[str, object] = {
     "block_count": "n_layers", "context_length": "ctx", "embedding_length": "dim", "vocab_size": "vocab",
     "attention.head_count": "n_heads", "attention.key_length": "head_dim", "attention.value_length": "head_dim",

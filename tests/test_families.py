@@ -196,7 +196,9 @@ def test_kinds_of_gguf_files_that_are_no_model():
 
 
 def test_unknown_architecture_lists_the_known_ones():
-    with pytest.raises(UnsupportedError, match="'qwen9'.*this version runs deepseek_v4, gemma3, gemma3_text, llama, mistral"):
+    with pytest.raises(
+        UnsupportedError, match="'qwen9'.*this version runs deepseek_v4, gemma3, gemma3_text, llama, mistral"
+    ):
         model_spec(hf(model_type="qwen9"))
 
 

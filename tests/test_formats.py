@@ -172,7 +172,9 @@ def with_extremes(name: str, data: np.ndarray) -> np.ndarray:
     return blocks.reshape(VOCAB, -1)
 
 
-@pytest.mark.parametrize(("name", "dim"), [*((n, DIM) for n in FORMATS), *((n, 96) for n in FORMATS if n[-2:] != "_K" and n != "IQ2_XXS")])
+@pytest.mark.parametrize(
+    ("name", "dim"), [*((n, DIM) for n in FORMATS), *((n, 96) for n in FORMATS if n[-2:] != "_K" and n != "IQ2_XXS")]
+)
 def test_every_kernel_gives_the_bits_of_ref(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(7)
     embed = (rng.standard_normal((VOCAB, dim)) * 10.0 ** rng.integers(-20, 10, (VOCAB, 1))).astype(np.float32)

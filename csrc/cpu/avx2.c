@@ -43,7 +43,8 @@ static inline __m256 bf16_8(const uint16_t *p) {
 static inline v16 v_bf16(const uint16_t *p) { return (v16){bf16_8(p), bf16_8(p + 8)}; }
 /* Through binary16, as ds4_e4m3. */
 static inline __m256 e4m3_8(__m128i v) {
-  __m128i sign = _mm_slli_epi16(_mm_and_si128(v, _mm_set1_epi16(0x80)), 8), rest = _mm_slli_epi16(_mm_and_si128(v, _mm_set1_epi16(0x7f)), 7);
+  __m128i sign = _mm_slli_epi16(_mm_and_si128(v, _mm_set1_epi16(0x80)), 8),
+          rest = _mm_slli_epi16(_mm_and_si128(v, _mm_set1_epi16(0x7f)), 7);
   return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(sign, rest)), _mm256_set1_ps(256.0f));
 }
 static inline v16 v_e4m3(const uint8_t *p) {
@@ -161,8 +162,8 @@ INLINE vi dot_minimums(const uint8_t *scales, const int16_t *sum) {
 
 #include "kernels.inc.h"
 
-const ds4_kernels ds4_kernels_avx2 = {"avx2",   k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu, k_attend,
- k_mix_in, k_mix_out, k_compress, k_score, k_attend_sparse};
+const ds4_kernels ds4_kernels_avx2 = {"avx2",   k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu,
+                                      k_attend, k_mix_in,   k_mix_out,      k_compress,     k_score,    k_attend_sparse};
 
 #if defined(__clang__)
 #pragma clang attribute pop

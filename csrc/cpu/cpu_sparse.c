@@ -118,9 +118,9 @@ int ds4_cpu_compress(ds4_backend *b, const ds4_compress *c) {
 
 /* ---- indexer -------------------------------------------------------------------------------------------------------------------------------- */
 
-#define PICK_TOKENS 8u          /* tokens that share one conversion of keys */
-#define PICK_ROWS 512u          /* rows of an item */
-#define PICK_SCORES (8u << 20)  /* floats of scores in memory at once */
+#define PICK_TOKENS 8u         /* tokens that share one conversion of keys */
+#define PICK_ROWS 512u         /* rows of an item */
+#define PICK_SCORES (8u << 20) /* floats of scores in memory at once */
 
 typedef struct picking {
   ds4_backend *b;

@@ -148,8 +148,8 @@ typedef struct tile {
 } tile;
 
 /* 64 keys from row `block` on. Rows that were never written may be read here; their lanes are blended away. */
-static void load_keys(const ds4_layout *l, uint32_t layer, uint32_t part, uint32_t head, const ds4_view *view, uint32_t block, uint32_t from,
-                      uint32_t to, float *key) {
+static void load_keys(const ds4_layout *l, uint32_t layer, uint32_t part, uint32_t head, const ds4_view *view, uint32_t block,
+                      uint32_t from, uint32_t to, float *key) {
   const ds4_part *p = &l->part[part];
   uint32_t rows = l->page_rows;
   for (uint32_t r = from / rows * rows; r < to; r += rows) {

@@ -103,5 +103,5 @@ INLINE vi dot_minimums(const uint8_t *scales, const int16_t *sum) {
 
 #include "kernels.inc.h"
 
-const ds4_kernels ds4_kernels_scalar = {"scalar",   k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu, k_attend,
- k_mix_in, k_mix_out, k_compress, k_score, k_attend_sparse};
+const ds4_kernels ds4_kernels_scalar = {"scalar", k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu,
+                                        k_attend, k_mix_in,   k_mix_out,      k_compress,     k_score,    k_attend_sparse};

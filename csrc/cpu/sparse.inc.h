@@ -132,7 +132,8 @@ static void index_keys(const ds4_pick *p, const ds4_view *view, uint32_t block, 
 }
 
 /* Scores of tokens [from, to) of one segment with rows [row, end); score [to - from][stride]. */
-static void k_score(const ds4_pick *p, uint32_t from, uint32_t to, uint32_t row, uint32_t end, float *score, uint32_t stride, float *scratch) {
+static void k_score(const ds4_pick *p, uint32_t from, uint32_t to, uint32_t row, uint32_t end, float *score, uint32_t stride,
+                    float *scratch) {
   const uint32_t width = p->layout->part[p->part].width;
   const ds4_view *view = &p->views[p->batch->segment[from]];
   tile t = {.rows = p->heads, .width = width, .key = scratch, .p = scratch + width * DS4_KEY_BLOCK};

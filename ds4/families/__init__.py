@@ -34,8 +34,8 @@ FAMILIES: dict[tuple[str, str], tuple[str, Callable[..., common.Parts]]] = {
 }
 # names that look like one of these and are another architecture
 REFUSED = {
-    "deepseek_v41": "DeepSeek V4.1 (model_type 'deepseek_v41') is an architecture of its own that this version does not "
-    "run; use a DeepSeek V4 model",
+    "deepseek_v41": "DeepSeek V4.1 (model_type 'deepseek_v41') is an architecture of its own that this version does "
+    "not run; use a DeepSeek V4 model",
 }
 
 
@@ -72,7 +72,9 @@ def model_spec(checkpoint: Checkpoint, *, rounding: bool = False, mtp: bool = Fa
         if arch == "deepseek_v4":
             return ModelSpec(arch, *read(checkpoint, rounding, mtp))
         if rounding or mtp:
-            raise ArgumentError(f"{checkpoint.path}: rounding and mtp are options of DeepSeek V4; this model has neither.")
+            raise ArgumentError(
+                f"{checkpoint.path}: rounding and mtp are options of DeepSeek V4; this model has neither."
+            )
         return ModelSpec(arch, *read(checkpoint))
     except MemoryError:
         raise SystemResourceError(f"{checkpoint.path}: there is not enough memory to prepare its tensors.") from None

@@ -300,7 +300,9 @@ def check(s: Sizes, where: str) -> None:
     if s.n_heads % s.o_groups:
         raise FileFormatError(f"{where}: {s.n_heads} heads do not divide into {s.o_groups} output groups.")
     if s.rope_dim % 2 or s.rope_dim > min(s.head_dim, s.index_dim):
-        raise FileFormatError(f"{where}: {s.rope_dim} rotary numbers do not fit heads of {s.head_dim} and {s.index_dim}.")
+        raise FileFormatError(
+            f"{where}: {s.rope_dim} rotary numbers do not fit heads of {s.head_dim} and {s.index_dim}."
+        )
     if s.index_dim & (s.index_dim - 1):
         raise UnsupportedError(f"{where}: an indexer with heads of {s.index_dim} is not known; a power of two is.")
     if s.n_experts_used > s.n_experts:
@@ -385,8 +387,8 @@ def _row_groups(checkpoint: Checkpoint, tensor: Tensor, groups: int) -> Iterator
     size = len(tensor.data) // groups
     if tensor.scales is not None and rows % TILE:
         raise UnsupportedError(
-            f"{checkpoint.path}: tensor {quote(tensor.name)} has output groups of {rows} rows, which its FP8 scales (one "
-            f"for {TILE} rows) do not follow."
+            f"{checkpoint.path}: tensor {quote(tensor.name)} has output groups of {rows} rows, which its FP8 scales "
+            f"(one for {TILE} rows) do not follow."
         )
     for g in range(groups):
         scales = None
@@ -401,12 +403,12 @@ def _expert_numbers(checkpoint: Checkpoint, tensor: Tensor, n_experts: int) -> T
     ids = np.frombuffer(tensor.data, "<i8" if tensor.format == "I64" else "<i4")
     if ids.size and not 0 <= ids.min() <= ids.max() < n_experts:
         raise FileFormatError(
-            f"{checkpoint.path}: tensor {quote(tensor.name)} names experts from {ids.min()} to {ids.max()}; the model has "
-            f"{n_experts}."
+            f"{checkpoint.path}: tensor {quote(tensor.name)} names experts from {ids.min()} to {ids.max()}; the model "
+            f"has {n_experts}."
         )
     values = ids.astype("<f4")
     values.flags.writeable = False
-    return Tensor(tensor.name, "F32", (ids.size,), memoryview(values.view(np.uint8)))
+    return Tensor(tensor.name, "F32", (ids.size,), values.view(np.uint8).data)
 
 
 # ---- GGUF ----
@@ -493,12 +495,16 @@ def _gguf_compress_freqs(options: Options, rope_dim: int) -> list[float]:
     if kind == "none":
         return freqs
     if kind != "yarn":
-        raise UnsupportedError(f"{options.name('rope.scaling.type')} is {quote(kind)}; layers with compressed rows use yarn.")
+        raise UnsupportedError(
+            f"{options.name('rope.scaling.type')} is {quote(kind)}; layers with compressed rows use yarn."
+        )
     factor = options.number("rope.scaling.factor")
     original = options.count("rope.scaling.original_context_length", most=MAX_CTX)
     beta = options.number("rope.scaling.yarn_beta_fast", 32.0), options.number("rope.scaling.yarn_beta_slow", 1.0)
     # cos and sin are not scaled: a writer that names the factor must take back what YaRN itself would bring
     magnitude = rope.yarn_magnitude(factor)
     if abs(options.number("rope.scaling.attn_factor", 1.0 / magnitude) * magnitude - 1.0) > 1e-4:
-        raise UnsupportedError(f"{options.name('rope.scaling.attn_factor')} scales cos and sin, which this family does not.")
+        raise UnsupportedError(
+            f"{options.name('rope.scaling.attn_factor')} scales cos and sin, which this family does not."
+        )
     return rope.yarn(freqs, theta, factor, original, *beta)

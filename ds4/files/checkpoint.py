@@ -143,6 +143,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         raise SystemResourceError(f"{name}: there is not enough memory to read its tables.") from None
 
 
+def open_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The config.json of a folder alone. Raises like `open_checkpoint`."""
+    return read_object(os.path.join(os.fspath(folder), "config.json"), MAX_CONFIG)
+
+
 def _open_gguf(path: str) -> Checkpoint:
     if path.endswith((".safetensors", ".safetensors.index.json", "config.json")):
         raise ArgumentError(f"{path}: give the folder that holds this file, together with config.json.")
