@@ -349,8 +349,8 @@ def _scaled(tensors: Tensors, piece: Piece) -> Tensor:
     found = tensors.find_as(piece.official, ("F8_E4M3", "I8"), rows, cols // 2 if packed else cols)
     if scale is not None and scale.format != "F8_E8M0":
         raise UnsupportedError(
-            f"{tensors.checkpoint.path}: tensor {quote(name)} is {scale.format}; scales are read as F8_E8M0. (The Base "
-            "models store F32 scales: convert them first.)"
+            f"{tensors.checkpoint.path}: tensor {quote(name)} is {scale.format}; scales are read as F8_E8M0. Base "
+            "models store F32 scales: convert them first."
         )
     shape = (rows, cols // FP4_BLOCK) if packed else (-(-rows // TILE), -(-cols // TILE))
     scale = tensors.find_as(name, ("F8_E8M0",), *shape)
