@@ -1,8 +1,24 @@
-/* DeepSeek V4: the forward pass. Formulas and their names: ../shared/spec/deepseek_v4.md, sections 3 to 7.
+/* DeepSeek V4: the forward pass.
  *
- * Every token has `streams` residual streams. A sublayer reads a mixture of them and its result is spread over them again. Attention has one key
- * head that is the value too; it reads the last `window` raw rows and, in most layers, rows that stand for windows of 4 or 128 tokens: all of the
- * latter, the best of the former. All state is rows: what a half-filled window has so far is the last rows of an input stream. */
+ * Every token has n = `streams` residual streams h [n][dim]. A sublayer reads a mixture of them, and its result y is spread over them again:
+ *
+ *   m = fn . h / rms(h)                        pre = sigmoid(scale[0] m + base) + eps     post = 2 sigmoid(scale[1] m + base)
+ *   x = norm(sum of pre[s] h[s])               B = rows and columns of softmax(scale[2] m + base) normalised in turn
+ *   h[j] = post[j] y + sum of B[i][j] h[i]     the head has `pre` alone
+ *
+ * Attention has one key head that is the value too (K and V are one row), rotated in its last rope_dim numbers:
+ *
+ *   qr = norm(q_a x)     q = q_b qr, each head / its rms     kv = norm(kv x)
+ *   windows of r = 4 or 128 tokens: per number, softmax over the window of (gate x + ape[place]) weighs kv' x; norm; rotated as their first token.
+ *     r = 4: a window has two vectors a token and takes the first ones of the window before, too
+ *   which rows of 4: the `keep` best by sum of w[head] max(0, iq[head] . ik), where w = index_weight x / sqrt(index_dim heads), ik: a compressor of its own
+ *   o = softmax over (raw rows of the last `window` positions, those rows, the sink) . rows; rotated back by the query's position
+ *   y = o_b (o_a[group] o[group])
+ *
+ *   experts: s = sqrt(softplus(router x)); chosen by s + bias, or by the token's table; weight s / sum * route_scale; silu(min(gate, limit)) * clip(up)
+ *   MTP: x[s] = e_proj norm(embed[token]) + h_proj norm(h[s] of the token before), one more block without windows, a head of its own mixture
+ *
+ * All state is rows: what a half-filled window has so far is the last rows of an input stream. */
 #include <math.h>
 
 #include "deepseek_v4.h"
@@ -33,7 +49,7 @@ static lists lists_of(const ds4_run *r, const v4 *m) {
 
 static const ds4_view *views_of(const ds4_run *r, uint32_t stream) { return r->views + stream * r->batch.n_segments; }
 
-/* ---- hyper-connections (section 4) -------------------------------------------------------------------------------------------------------- */
+/* ---- hyper-connections -------------------------------------------------------------------------------------------------------------------- */
 
 /* H -> X: what a sublayer reads, normed; MIX keeps the weights for mix_back. */
 static int mix_in(ds4_run *r, const v4 *m, const v4_mix *mix, const float *norm) {
@@ -56,7 +72,7 @@ static int mix_back(ds4_run *r, const v4 *m) {
   return DS4_OK;
 }
 
-/* ---- attention (section 5) ------------------------------------------------------------------------------------------------------------------ */
+/* ---- attention ------------------------------------------------------------------------------------------------------------------------------ */
 
 /* X -> QR, Q, KV: low-rank query, normed per head, and the one row that is key and value; rotated. */
 static int project(ds4_run *r, const v4 *m, const v4_layer *l, const float *rope, const uint32_t *pos) {
@@ -145,7 +161,7 @@ static int compress_all(ds4_run *r, const v4 *m, const v4_layer *l) {
   return status || !index ? status : compress(r, m, l, true);
 }
 
-/* The far rows that each token reads (5.4). Where all that are visible fit, none is scored. */
+/* The far rows that each token reads. Where all that are visible fit, none is scored. */
 static int choose_rows(ds4_run *r, const v4 *m, const v4_layer *l) {
   ds4_engine *e = r->engine;
   const ds4_ops *ops = e->ops;
@@ -181,7 +197,7 @@ static int choose_rows(ds4_run *r, const v4 *m, const v4_layer *l) {
   return DS4_OK;
 }
 
-/* O -> Y: each group of heads through its own low-rank matrix, the results joined through a second one (5.6). */
+/* O -> Y: each group of heads through its own low-rank matrix, the results joined through a second one. */
 static int output(ds4_run *r, const v4 *m, const v4_layer *l) {
   ds4_engine *e = r->engine;
   const ds4_ops *ops = e->ops;
@@ -233,7 +249,7 @@ static int attention(ds4_run *r, const v4 *m, const v4_layer *l) {
   return output(r, m, l);
 }
 
-/* ---- experts (section 6) --------------------------------------------------------------------------------------------------------------------- */
+/* ---- experts --------------------------------------------------------------------------------------------------------------------------------- */
 
 static void sort_ascending(uint32_t *pick, uint32_t n) {
   for (uint32_t i = 1; i < n; i++)
@@ -291,7 +307,7 @@ static int experts(ds4_run *r, const v4 *m, const v4_layer *l) {
   return DS4_OK;
 }
 
-/* ---- all of it (section 3) ---------------------------------------------------------------------------------------------------------------------- */
+/* ---- all of it ---------------------------------------------------------------------------------------------------------------------------------- */
 
 /* The trace of a layer: far rows [n][keep] and their number [n] (ratio 4), attention [n][dim], experts [n][n_used] and weights, their sum [n][dim],
  * streams [n][streams * dim]. */
@@ -313,7 +329,7 @@ static int block(ds4_run *r, const v4 *m, const v4_layer *l) {
   return DS4_OK;
 }
 
-/* ---- MTP (section 7) ------------------------------------------------------------------------------------------------------------------------- */
+/* ---- MTP ------------------------------------------------------------------------------------------------------------------------------------- */
 
 /* The residual streams of every token's predecessor -> DRAFT; nothing but zeros lies before position 0. */
 static int predecessors(ds4_run *r, const v4 *m) {

@@ -191,7 +191,7 @@ typedef struct ds4_ops {
   int (*round_fp4)(ds4_backend *b, float *x, uint32_t n, uint32_t width);
 
   /* Hyper-connections: `streams` residual streams of one token, h [n][streams][width]. mix_weights turns the products m [n][k] into weights:
-   * k = streams: those of mix_in; k = (2 + streams) * streams: those of mix_in, of y, and the doubly stochastic matrix of mix_out (spec section 4). */
+   * k = streams: those of mix_in; k = (2 + streams) * streams: those of mix_in, of y, and the doubly stochastic matrix of mix_out. */
   int (*mix_weights)(ds4_backend *b, float *m, const float *scale, const float *base, uint32_t n, uint32_t k, uint32_t streams,
                      uint32_t iterations, float eps);
   int (*mix_in)(ds4_backend *b, const float *h, const float *m, uint32_t n, uint32_t k, uint32_t streams, uint32_t width, float *out);

@@ -37,10 +37,10 @@ KEYS: dict[str, object] = {
 }  # fmt: skip
 
 
-def stacked(s: deepseek_v4.Sizes, weights: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def stacked(s: deepseek_v4.Sizes, weights: dict[str, np.ndarray], mtp: bool = False) -> dict[str, np.ndarray]:
     """The tensors by their names in GGUF, experts stacked, numbers of experts as I32."""
     found: dict[str, list[np.ndarray]] = {}
-    for piece in deepseek_v4.pieces(s, mtp=False):
+    for piece in deepseek_v4.pieces(s, mtp):
         found.setdefault(piece.gguf, []).append(weights[piece.official])
     joined = {name: parts[0] if "_exps." not in name else np.stack(parts) for name, parts in found.items()}
     return {name: a.astype(np.int32) if a.dtype == np.int64 else a for name, a in joined.items()}
@@ -75,10 +75,10 @@ def write(path: Path, s: deepseek_v4.Sizes, tensors: dict[str, tuple[np.ndarray,
     return path
 
 
-def logits_of(path: Path, backend: str) -> np.ndarray:
-    with ds4.Engine(path, backend=backend, threads=1, kv_dtype="f32", pool_tokens=4096) as engine:
-        with engine.session() as session:
-            return session.eval(some_tokens(150), logits="all")
+def logits_of(path: Path, backend: str, want: str = "all") -> np.ndarray:
+    options = {"backend": backend, "threads": 1, "kv_dtype": "f32", "pool_tokens": 4096, "mtp": want == "draft"}
+    with ds4.Engine(path, **options) as engine, engine.session() as session:
+        return session.eval(some_tokens(150), logits=want)
 
 
 @pytest.fixture(scope="module")
@@ -92,6 +92,14 @@ def test_f32_has_the_bits_of_the_official_layout(model, tmp_path, backend):
     s, weights = model
     path = write(tmp_path / "f32.gguf", s, {name: (data, None) for name, data in stacked(s, weights).items()})
     assert logits_of(path, backend).tobytes() == logits_of(make.write(tmp_path / "folder", WIDE), backend).tobytes()
+
+
+def test_the_mtp_block_in_the_same_file(model, tmp_path):
+    s, weights = model
+    path = write(tmp_path / "f32.gguf", s, {n: (data, None) for n, data in stacked(s, weights, mtp=True).items()})
+    folder = make.write(tmp_path / "folder", WIDE)
+    for want in ("draft", "all"):
+        assert logits_of(path, "cpu", want).tobytes() == logits_of(folder, "cpu", want).tobytes()
 
 
 MIXES = {  # the experts of gate and up, and of down, as public files have them

@@ -113,6 +113,26 @@ def test_the_command_refuses_by_name():
         assert done.returncode and words in done.stderr, done.stderr
 
 
+# ---- the registry ----
+
+
+def test_an_entry_of_the_registry_switches_rounding_on(tmp_path, monkeypatch):
+    monkeypatch.setenv("DS4_HOME", str(tmp_path))
+    (tmp_path / "models").mkdir()
+    entry = 'title = "Toy"\nlicence = "none"\nhomepage = "here"\n[source]\nkind = "manual"\n[engine]\nrounding = true\n'
+    (tmp_path / "models" / "toy-v4.toml").write_text(entry)
+    with pytest.raises(ArgumentError, match=f"put its files .*here.* into {tmp_path}/weights/toy-v4/files"):
+        ds4.Engine("toy-v4")
+    (tmp_path / "weights" / "toy-v4").mkdir(parents=True)
+    (tmp_path / "weights" / "toy-v4" / "files").symlink_to(DATA / "deepseek_v4")
+    for options, wanted in (({}, 1.0), ({"rounding": False}, 0.0)):
+        with ds4.Engine("toy-v4", pool_tokens=4096, **options) as engine:
+            assert engine.spec.config["rounding"] == [wanted]
+    (tmp_path / "models" / "toy-v4.toml").write_text(entry.replace("rounding = true", "rounding = 1"))
+    with pytest.raises(FileFormatError, match="'rounding' has to be true or false"):
+        models.load("toy-v4")
+
+
 # ---- options of the family ----
 
 

@@ -90,10 +90,10 @@ void ds4_attend_merge(float *into, const float *next, uint32_t width);
 
 static inline uint32_t ds4_lanes_up(uint32_t n) { return (n + DS4_LANES - 1) / DS4_LANES * DS4_LANES; }
 
-/* Floats of scratch for one item of `score`: keys, products, one row; and of `attend_sparse`: queries, products, values, probabilities, results. */
+/* Floats of scratch for one item of `score`: keys, products; and of `attend_sparse`: queries, products, values, probabilities, results. */
 static inline uint64_t ds4_score_scratch(const ds4_pick *p) {
   uint64_t width = p->layout->part[p->part].width;
-  return (width + p->heads) * DS4_KEY_BLOCK + width;
+  return (width + p->heads) * DS4_KEY_BLOCK;
 }
 static inline uint64_t ds4_sparse_scratch(const ds4_attend_sparse *a) {
   uint64_t width = a->layout->part[0].width, padded = ds4_lanes_up((uint32_t)width);

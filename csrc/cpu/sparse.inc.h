@@ -117,8 +117,18 @@ static void k_compress(const ds4_compress *c, uint32_t window) {
 
 /* ---- indexer -------------------------------------------------------------------------------------------------------------------------------------- */
 
-/* Rows [from, to) of a block of 64 as columns: [width][64]. */
-static void index_keys(const ds4_pick *p, const ds4_view *view, uint32_t block, uint32_t to, float *key, float *row) {
+/* An fp4 row as column `key` of [width][64]. */
+INLINE void fp4_column(const ds4_part *p, const uint8_t *row, float *key) {
+  static const float value[16] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f, -0.0f, -0.5f, -1.0f, -1.5f, -2.0f, -3.0f, -4.0f, -6.0f};
+  for (uint32_t d = 0; d < p->width; d += 2, key += 2 * DS4_KEY_BLOCK) {
+    float scale = ds4_e8m0(row[p->width / 2 + d / DS4_FP4_BLOCK]);
+    key[0] = value[row[d / 2] & 15] * scale;
+    key[DS4_KEY_BLOCK] = value[row[d / 2] >> 4] * scale;
+  }
+}
+
+/* Rows from `block` to `to`, at most 64, as columns: [width][64]. */
+static void index_keys(const ds4_pick *p, const ds4_view *view, uint32_t block, uint32_t to, float *key) {
   const ds4_layout *l = p->layout;
   const ds4_part *part = &l->part[p->part];
   if (part->type != DS4_KV_FP4) {
@@ -126,8 +136,8 @@ static void index_keys(const ds4_pick *p, const ds4_view *view, uint32_t block, 
     return;
   }
   for (uint32_t r = block; r < to; r++) {
-    ds4_vector_read(part, l->page_rows, ds4_page_tile(l, ds4_view_page(view, l, r), p->layer, p->part, 0), r % l->page_rows, row);
-    for (uint32_t d = 0; d < part->width; d++) key[d * DS4_KEY_BLOCK + (r - block)] = row[d];
+    const uint8_t *tile_at = ds4_page_tile(l, ds4_view_page(view, l, r), p->layer, p->part, 0);
+    fp4_column(part, tile_at + r % l->page_rows * (part->tile_bytes / l->page_rows), key + (r - block));
   }
 }
 
@@ -137,12 +147,11 @@ static void k_score(const ds4_pick *p, uint32_t from, uint32_t to, uint32_t row,
   const uint32_t width = p->layout->part[p->part].width;
   const ds4_view *view = &p->views[p->batch->segment[from]];
   tile t = {.rows = p->heads, .width = width, .key = scratch, .p = scratch + width * DS4_KEY_BLOCK};
-  float *one = t.p + p->heads * DS4_KEY_BLOCK;
   uint32_t last = 0;
   for (uint32_t i = from; i < to; i++)
     if (p->rows[i] > p->keep) last = ds4_max_u32(last, p->rows[i]);
   for (uint32_t block = row; block < ds4_min_u32(end, last); block += DS4_KEY_BLOCK) {
-    index_keys(p, view, block, ds4_min_u32(last, block + DS4_KEY_BLOCK), t.key, one);
+    index_keys(p, view, block, ds4_min_u32(last, block + DS4_KEY_BLOCK), t.key);
     for (uint32_t i = from; i < to; i++) {
       if (p->rows[i] <= p->keep || p->rows[i] <= block) continue;
       t.q = (float *)p->q + (uint64_t)i * p->heads * width;
@@ -170,19 +179,31 @@ typedef struct sparse {
   float *dots; /* [64][16] */
 } sparse;
 
+/* An fp8 row as floats; see fp8_read in host.c. A scale that is NaN makes its numbers NaN, whatever their codes are. */
+INLINE void fp8_row(const ds4_part *p, const uint8_t *row, float *out) {
+  uint32_t n = p->width - p->tail;
+  const uint8_t *scale = row + n, *tail = scale + (n + DS4_FP8_BLOCK - 1) / DS4_FP8_BLOCK;
+  for (uint32_t from = 0; from < n; from += DS4_FP8_BLOCK, scale++) {
+    uint32_t i = from, end = ds4_min_u32(n, from + DS4_FP8_BLOCK);
+    for (; i + 16 <= end; i += 16) v_store(out + i, v_mul(v_e4m3(row + i), v_set1(ds4_e8m0(*scale))));
+    for (; i < end; i++) out[i] = ds4_e4m3(row[i]) * ds4_e8m0(*scale);
+  }
+  for (uint32_t i = 0; i < p->tail; i++) out[n + i] = ds4_bf16(ds4_load_u16(tail + 2ull * i));
+}
+
+/* Row `row` as floats, with zeros up to `padded`. */
 INLINE void sparse_row(const ds4_layout *l, uint32_t layer, const ds4_view *view, uint32_t row, uint32_t padded, float *out) {
   const ds4_part *p = &l->part[0];
   const uint8_t *tile_at = ds4_page_tile(l, ds4_view_page(view, l, row), layer, 0, 0);
-  const uint64_t at = (uint64_t)(row % l->page_rows) * p->width;
+  tile_at += row % l->page_rows * (p->tile_bytes / l->page_rows);
+  const uint16_t *half = (const uint16_t *)(const void *)tile_at;
   uint32_t i = 0;
-  if (p->type == DS4_KV_F16)
-    for (; i + 16 <= p->width; i += 16) v_store(out + i, v_f16((const uint16_t *)(const void *)tile_at + at + i));
-  if (p->type == DS4_KV_F16)
-    for (; i < p->width; i++) out[i] = ds4_f16(((const uint16_t *)(const void *)tile_at)[at + i]);
-  else if (p->type == DS4_KV_F32)
-    memcpy(out, (const float *)(const void *)tile_at + at, p->width * sizeof *out);
-  else
-    ds4_vector_read(p, l->page_rows, tile_at, row % l->page_rows, out);
+  if (p->type == DS4_KV_FP8) fp8_row(p, tile_at, out);
+  if (p->type == DS4_KV_F32) memcpy(out, tile_at, p->width * sizeof *out);
+  if (p->type == DS4_KV_F16) {
+    for (; i + 16 <= p->width; i += 16) v_store(out + i, v_f16(half + i));
+    for (; i < p->width; i++) out[i] = ds4_f16(half[i]);
+  }
   for (i = p->width; i < padded; i++) out[i] = 0.0f;
 }
 
