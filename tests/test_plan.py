@@ -157,6 +157,7 @@ def checkpoint(config: dict) -> Checkpoint:
          UnsupportedError, "mscale"),
         ({"quantization_config": {"quant_method": "fp8", "fmt": "e5m2"}}, UnsupportedError, "fmt"),
         ({"hc_mult": 0}, FileFormatError, "hc_mult"),
+        ({"hc_mult": 1}, UnsupportedError, "1 residual streams"),
         ({"hidden_size": None}, FileFormatError, "hidden_size"),
     ],
 )  # fmt: skip

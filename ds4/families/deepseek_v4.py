@@ -257,7 +257,7 @@ def sizes_of(options: Options) -> Sizes:
         options.raw(key)
     if drafter:  # mtp.* is a drafter then, whatever the count says
         s.has_mtp = False
-    options.finish(common.HF_HARMLESS | {"rope_interleave"})
+    options.finish(common.HF_HARMLESS)
     check(s, options.where)
     return s
 
@@ -305,6 +305,10 @@ def check(s: Sizes, where: str) -> None:
         )
     if s.index_dim & (s.index_dim - 1):
         raise UnsupportedError(f"{where}: an indexer with heads of {s.index_dim} is not known; a power of two is.")
+    if not 2 <= s.streams <= s.vocab:
+        raise UnsupportedError(
+            f"{where}: {s.streams} residual streams; from 2 on, and no more than tokens, are computed."
+        )
     if s.n_experts_used > s.n_experts:
         raise FileFormatError(f"{where}: each token uses {s.n_experts_used} of {s.n_experts} experts.")
     if 3 * s.n_experts * (s.n_layers + 1) > common.MAX_EXPERT_TENSORS:
