@@ -65,7 +65,8 @@ static int setup(ds4_engine *e, ds4_error *err) {
   return ds4_decoder_tensors(e, h, shapes, 13, err);
 }
 
-static void bind(ds4_engine *e) {
+static int bind(ds4_engine *e, ds4_error *err) {
+  (void)err;
   gemma3 *m = e->model;
   m->embed = ds4_find_tensor(e, "embed")->weight;
   m->head = ds4_head_weight(e);
@@ -80,6 +81,7 @@ static void bind(ds4_engine *e) {
     l->attn.k_norm = ds4_layer_tensor(e, i, "k_norm")->values;
     ds4_decoder_bind(e, i, &l->attn, &l->ffn);
   }
+  return DS4_OK;
 }
 
 static int forward(ds4_run *r) {

@@ -66,7 +66,8 @@ static int setup(ds4_engine *e, ds4_error *err) {
   return ds4_decoder_tensors(e, &m->heads, shapes, 9, err);
 }
 
-static void bind(ds4_engine *e) {
+static int bind(ds4_engine *e, ds4_error *err) {
+  (void)err;
   llama *m = e->model;
   m->embed = ds4_find_tensor(e, "embed")->weight;
   m->head = ds4_head_weight(e);
@@ -77,6 +78,7 @@ static void bind(ds4_engine *e) {
     l->ffn_norm = ds4_layer_tensor(e, i, "ffn_norm")->values;
     ds4_decoder_bind(e, i, &l->attn, &l->ffn);
   }
+  return DS4_OK;
 }
 
 /* The toy compressor: when a token completes a group, the sum of the group's keys becomes one row of stream "group". */

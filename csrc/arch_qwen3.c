@@ -73,7 +73,8 @@ static int setup(ds4_engine *e, ds4_error *err) {
   return status ? status : expert_tensors(e, m, err);
 }
 
-static void bind(ds4_engine *e) {
+static int bind(ds4_engine *e, ds4_error *err) {
+  (void)err;
   qwen3 *m = e->model;
   m->embed = ds4_find_tensor(e, "embed")->weight;
   m->head = ds4_head_weight(e);
@@ -95,6 +96,7 @@ static void bind(ds4_engine *e) {
       f->up = ds4_find_expert(e, i, k, "up")->weight;
       f->down = ds4_find_expert(e, i, k, "down")->weight;
     }
+  return DS4_OK;
 }
 
 /* The n_used largest scores of one token, ties to the lowest index, in ascending index; and their softmax weights, over the picks

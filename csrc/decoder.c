@@ -132,7 +132,7 @@ int ds4_decoder_ffn(ds4_run *r, const ds4_ffn *f, uint32_t width, int glu, const
   ds4_engine *e = r->engine;
   float *gate = e->buffer[DS4_GATE], *up = e->buffer[DS4_UP];
   DS4_OP(e->ops->matmul(e->backend, (const ds4_weight *[]){f->gate, f->up}, (float *[]){gate, up}, 2, x, n));
-  DS4_OP(e->ops->glu(e->backend, glu, gate, up, (uint64_t)n * width, gate));
+  DS4_OP(e->ops->glu(e->backend, glu, f->limit, gate, up, (uint64_t)n * width, gate));
   DS4_OP(e->ops->matmul(e->backend, &f->down, &out, 1, gate, n));
   return DS4_OK;
 }

@@ -29,6 +29,7 @@ typedef struct ds4_attention {
 
 typedef struct ds4_ffn {
   const ds4_weight *gate, *up, *down;
+  float limit; /* of DS4_SILU_CLAMPED */
 } ds4_ffn;
 
 /* A tensor of every layer, as `layers.N.name`. */

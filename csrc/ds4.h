@@ -4,7 +4,8 @@
  *
  * Ownership. Every ds4_<noun>_new / _fork / _mark / _logits out-parameter is owned by the caller and ends with its _free. A session keeps
  * its engine alive, a mark does too, so the order of the _free calls is free. Tensor bytes are borrowed: backend "ref" reads them for as long
- * as the engine lives, backend "cpu" copies them into its own layout and has finished with them when ds4_engine_tensor returns.
+ * as the engine lives, backend "cpu" copies them into its own layout and has finished with them when ds4_engine_tensor returns; but the
+ * experts of deepseek_v4 stay where they are (ds4_engine_info.weight_bytes does not grow) and are read for as long as the engine lives.
  *
  * Errors. Functions that can fail return DS4_OK (0) or a status below and fill *err, which may be NULL. Nothing exits or aborts.
  *
@@ -56,7 +57,7 @@ typedef struct ds4_error {
 /* ---- formats --------------------------------------------------------------------------------------------------------------------- */
 
 /* Numbers are those of the GGUF format, so that a loader passes them through. Q*_0, Q*_1, IQ4_NL and MXFP4 have blocks of 32 weights with one scale,
- * Q*_K blocks of 256 weights with an integer scale for every 16 or 32 of them. formats.c has the layouts. */
+ * Q*_K and IQ2_XXS blocks of 256 weights with an integer scale for every 16 or 32 of them. formats.c has the layouts. */
 enum ds4_format {
   DS4_F32 = 0,
   DS4_F16 = 1,
@@ -70,9 +71,12 @@ enum ds4_format {
   DS4_Q4_K = 12,
   DS4_Q5_K = 13,
   DS4_Q6_K = 14,
+  DS4_IQ2_XXS = 16,
   DS4_IQ4_NL = 20,
   DS4_BF16 = 30,
-  DS4_MXFP4 = 39
+  DS4_MXFP4 = 39,
+  DS4_FP8 = 256, /* not in GGUF: E4M3 bytes, and beside them an E8M0 scale for every 128 x 128 weights */
+  DS4_FP4 = 257  /* E2M1, the even column low, and an E8M0 scale for every 32 columns of a row */
 };
 
 /* Bytes of `rows` x `cols` weights in `format`; DS4_EINVAL when cols is no multiple of the block or the product overflows. */
@@ -94,7 +98,10 @@ int ds4_engine_set(ds4_engine *e, const char *key, const double *values, uint64_
 /* Step 3: one call per tensor; `rows` x `cols` row-major, a vector has rows = 1. Unknown names, wrong shapes and sizes are refused. */
 int ds4_engine_tensor(ds4_engine *e, const char *name, int32_t format, uint64_t rows, uint64_t cols, const void *data, uint64_t nbytes,
                       ds4_error *err);
-/* Step 4: checks that everything is there and makes the page pool. kv_dtype "f32", "f16" or "q8_0". The pool holds pool_bytes, or
+/* The same for FP8 and FP4, whose scales are a tensor of their own: [ceil(rows / 128)][ceil(cols / 128)] or [rows][cols / 32] bytes. */
+int ds4_engine_tensor_scaled(ds4_engine *e, const char *name, int32_t format, uint64_t rows, uint64_t cols, const void *data,
+                             uint64_t nbytes, const void *scales, uint64_t scale_bytes, ds4_error *err);
+/* Step 4: checks that everything is there and makes the page pool. kv_dtype "f32", "f16", "q8_0" or "fp8", as the architecture has it. The pool holds pool_bytes, or
  * pool_tokens when pool_bytes is 0, or half of the memory this process may use when both are 0. identity: 32 bytes that name the weights. */
 int ds4_engine_ready(ds4_engine *e, const char *kv_dtype, uint64_t pool_tokens, uint64_t pool_bytes, const uint8_t identity[32],
                      ds4_error *err);
@@ -147,9 +154,11 @@ typedef int (*ds4_progress)(void *user, uint64_t done, uint64_t total);
 
 enum ds4_want {
   DS4_WANT_NONE = 0,
-  DS4_WANT_LAST = 1, /* the session's logits */
-  DS4_WANT_ALL = 2,  /* also out[n][vocab] */
-  DS4_WANT_SCORE = 3 /* also out[n]: log-probability of each token, given all before it; 0 for the first of an empty session */
+  DS4_WANT_LAST = 1,  /* the session's logits */
+  DS4_WANT_ALL = 2,   /* also out[n][vocab] */
+  DS4_WANT_SCORE = 3, /* also out[n]: log-probability of each token, given all before it; 0 for the first of an empty session */
+  DS4_WANT_DRAFT = 4  /* out[n][vocab]: what the MTP block (setting mtp) says of the next token, from the state one token before; zeros at
+                         position 0. No session logits */
 };
 typedef struct ds4_segment {
   ds4_session *session;
@@ -227,6 +236,9 @@ float ds4_random(uint64_t seed, uint64_t position);
 /* ---- test builds (-DDS4_TEST) ---------------------------------------------------------------------------------------------------- */
 
 enum ds4_fault { DS4_FAULT_ALLOC = 0, DS4_FAULT_READ = 1, DS4_FAULT_WRITE = 2, DS4_FAULT_KERNEL = 3, DS4_FAULT_DEVICE = 4 };
+/* The floats that the next rounds compute inside are appended to out[n], in the order that the architecture's source gives. Returns how many
+ * floats were written since the last call. */
+uint64_t ds4_engine_trace(ds4_engine *e, float *out, uint64_t n);
 /* 1 when failure injection, NaN poisoning and the toy streams are compiled in. */
 int ds4_test_build(void);
 /* Makes the k-th operation of this kind from now on fail once (k from 1; 0 = off). Returns how many were seen since the last call. */

@@ -6,6 +6,7 @@
 
 #include "formats.h"
 #include "internal.h"
+#include "smallfloat.h"
 
 int ds4_fail(ds4_error *err, int status, int64_t a, int64_t b, const char *fmt, ...) {
   if (!err) return status;
@@ -34,6 +35,10 @@ static void floats_f16(const uint8_t *p, uint64_t n, float *out) {
 
 static void floats_bf16(const uint8_t *p, uint64_t n, float *out) {
   for (uint64_t i = 0; i < n; i++) out[i] = ds4_bf16(ds4_load_u16(p + 2 * i));
+}
+
+static void floats_fp8(const uint8_t *p, uint64_t n, float *out) {
+  for (uint64_t i = 0; i < n; i++) out[i] = ds4_e4m3(p[i]);
 }
 
 /* ---- blocks of 32 weights ------------------------------------------------------------------------------------------------------------ */
@@ -89,6 +94,15 @@ static void apart_q8_0(const uint8_t *p, ds4_block *b) {
 static void apart_mxfp4(const uint8_t *p, ds4_block *b) {
   b->d = p[0];
   nibbles(p + 1, b->code);
+}
+
+/* nibbles, the even weight low; the scale is not here: 1 */
+static void apart_fp4(const uint8_t *p, ds4_block *b) {
+  b->d = 127;
+  for (uint32_t i = 0; i < 16; i++) {
+    b->code[2 * i] = p[i] & 15;
+    b->code[2 * i + 1] = p[i] >> 4;
+  }
 }
 
 /* ---- K formats: blocks of 256 weights ------------------------------------------------------------------------------------------------ */
@@ -176,6 +190,42 @@ static void apart_q6_k(const uint8_t *p, ds4_block *b) {
   two_bits(p + 128, 4, b->code);
 }
 
+/* Eight weights of IQ2_XXS: 256 of the 3^8 combinations of 8, 25 and 43, two bits a weight, the first one lowest. The table is the format. */
+static const uint16_t iq2_grid[256] = {
+    0x0000, 0x0002, 0x0005, 0x0008, 0x000a, 0x0011, 0x0014, 0x0020, 0x0022, 0x0028, 0x002a, 0x0041, 0x0044, 0x0050, 0x0058, 0x0061,
+    0x0064, 0x0080, 0x0082, 0x008a, 0x00a2, 0x0101, 0x0104, 0x0110, 0x0115, 0x0140, 0x0184, 0x0198, 0x0200, 0x0202, 0x0222, 0x0282,
+    0x0401, 0x0404, 0x0410, 0x0421, 0x0424, 0x0440, 0x0442, 0x0448, 0x0460, 0x0481, 0x0484, 0x0490, 0x04a4, 0x0500, 0x0502, 0x0508,
+    0x0520, 0x0546, 0x0569, 0x0580, 0x0591, 0x0609, 0x0610, 0x0640, 0x0684, 0x06a4, 0x0800, 0x0805, 0x0808, 0x0814, 0x0828, 0x0841,
+    0x0844, 0x0850, 0x0852, 0x0888, 0x0904, 0x0940, 0x0a02, 0x0a14, 0x1001, 0x1004, 0x1010, 0x1021, 0x1040, 0x1060, 0x1084, 0x1090,
+    0x1095, 0x1100, 0x1108, 0x1120, 0x1150, 0x115a, 0x1180, 0x1224, 0x1245, 0x1400, 0x1408, 0x1420, 0x1425, 0x1449, 0x1480, 0x1518,
+    0x1562, 0x1600, 0x1616, 0x1801, 0x1804, 0x1810, 0x1840, 0x1881, 0x1900, 0x1905, 0x19a0, 0x1a51, 0x2000, 0x2002, 0x200a, 0x2044,
+    0x2061, 0x2080, 0x2082, 0x2129, 0x2148, 0x2200, 0x2202, 0x2401, 0x2404, 0x2410, 0x2440, 0x2456, 0x2500, 0x2541, 0x2564, 0x2690,
+    0x2808, 0x2820, 0x2894, 0x2a44, 0x4001, 0x4004, 0x4010, 0x4018, 0x4021, 0x4024, 0x4040, 0x4048, 0x4056, 0x4060, 0x4081, 0x4084,
+    0x4090, 0x4100, 0x4120, 0x4161, 0x4180, 0x4185, 0x4201, 0x4210, 0x4248, 0x4256, 0x4268, 0x4400, 0x4408, 0x4420, 0x4480, 0x4499,
+    0x4512, 0x4524, 0x4600, 0x4801, 0x4804, 0x4810, 0x4840, 0x4845, 0x4900, 0x4958, 0x4961, 0x4982, 0x4a45, 0x4a90, 0x5000, 0x5008,
+    0x5011, 0x5019, 0x5020, 0x5080, 0x5088, 0x5104, 0x5142, 0x51a4, 0x5291, 0x5490, 0x5492, 0x550a, 0x5601, 0x5654, 0x5800, 0x5811,
+    0x5819, 0x5864, 0x5940, 0x5a08, 0x6004, 0x6010, 0x6040, 0x6068, 0x6100, 0x6155, 0x6218, 0x6260, 0x6400, 0x6405, 0x6510, 0x6512,
+    0x6584, 0x6842, 0x8000, 0x8002, 0x800a, 0x8041, 0x8082, 0x8104, 0x8118, 0x8140, 0x8211, 0x8401, 0x8404, 0x8410, 0x8415, 0x8440,
+    0x8460, 0x8500, 0x8546, 0x8594, 0x8609, 0x8640, 0x8660, 0x8802, 0x8904, 0x8a11, 0x9004, 0x9010, 0x9024, 0x9040, 0x90a1, 0x9116,
+    0x9180, 0x9245, 0x9400, 0x9422, 0x9444, 0x9551, 0x9881, 0x9920, 0xa002, 0xa050, 0xa085, 0xa109, 0xa200, 0xa418, 0xa850, 0xa904,
+};
+
+/* f16 scale | for every 32 weights: four bytes, a place in the grid for eight weights each; 32 bits, seven signs for each eight (the eighth sign makes their
+ * number even) and a scale of four bits, which stands for (2 s + 1) / 8 */
+static void apart_iq2_xxs(const uint8_t *p, ds4_block *b) {
+  b->d = ds4_load_u16(p);
+  for (uint32_t s = 0; s < 8; s++) {
+    const uint8_t *at = p + 2 + 8 * s;
+    uint32_t rest = ds4_load_u16(at + 4) | (uint32_t)ds4_load_u16(at + 6) << 16;
+    b->sc[s] = (int8_t)(2 * (rest >> 28) + 1);
+    for (uint32_t g = 0; g < 4; g++) {
+      uint32_t sign = rest >> 7 * g & 127u;
+      sign |= (uint32_t)__builtin_parity(sign) << 7;
+      for (uint32_t i = 0; i < 8; i++) b->code[32 * s + 8 * g + i] = (uint8_t)((iq2_grid[at[g]] >> 2 * i & 3u) | (sign >> i & 1u) << 3);
+    }
+  }
+}
+
 /* ---- all of them ----------------------------------------------------------------------------------------------------------------------- */
 
 static const ds4_format_info formats[] = {
@@ -186,7 +236,8 @@ static const ds4_format_info formats[] = {
     {DS4_Q2_K, "Q2_K", 256, 84, NULL, apart_q2_k},   {DS4_Q3_K, "Q3_K", 256, 110, NULL, apart_q3_k},
     {DS4_Q4_K, "Q4_K", 256, 144, NULL, apart_q4_k},  {DS4_Q5_K, "Q5_K", 256, 176, NULL, apart_q5_k},
     {DS4_Q6_K, "Q6_K", 256, 210, NULL, apart_q6_k},  {DS4_IQ4_NL, "IQ4_NL", 32, 18, NULL, apart_q4_0},
-    {DS4_MXFP4, "MXFP4", 32, 17, NULL, apart_mxfp4},
+    {DS4_MXFP4, "MXFP4", 32, 17, NULL, apart_mxfp4}, {DS4_FP8, "FP8", 1, 1, floats_fp8, NULL},
+    {DS4_FP4, "FP4", 32, 16, NULL, apart_fp4},       {DS4_IQ2_XXS, "IQ2_XXS", 256, 66, NULL, apart_iq2_xxs},
 };
 #define N_FORMATS (sizeof formats / sizeof *formats)
 
@@ -222,7 +273,7 @@ void ds4_format_floats(const ds4_format_info *f, const uint8_t *p, uint64_t n, f
 }
 
 static int unknown_format(int32_t format, ds4_error *err) {
-  char names[128] = "";
+  char names[256] = "";
   for (size_t i = 0, at = 0; i < N_FORMATS; i++)
     at += (size_t)snprintf(names + at, sizeof names - at, "%s%s", i ? ", " : "", formats[i].name);
   return ds4_fail(err, DS4_EUNSUPPORTED, format, 0, "tensor format number %d is not known; use one of %s", format, names);
@@ -238,6 +289,11 @@ int ds4_format_bytes(int32_t format, uint64_t rows, uint64_t cols, uint64_t *byt
     return ds4_fail(err, DS4_EINVAL, (int64_t)rows, (int64_t)cols, "a tensor of %llu x %llu is larger than memory can be",
                     (unsigned long long)rows, (unsigned long long)cols);
   return DS4_OK;
+}
+
+uint64_t ds4_scale_bytes(int32_t format, uint64_t rows, uint64_t cols) {
+  if (format == DS4_FP8) return (rows + DS4_FP8_TILE - 1) / DS4_FP8_TILE * ((cols + DS4_FP8_TILE - 1) / DS4_FP8_TILE);
+  return format == DS4_FP4 ? rows * (cols / DS4_FP4_BLOCK) : 0;
 }
 
 int ds4_format_dequant(int32_t format, const void *data, uint64_t nbytes, uint64_t rows, uint64_t cols, float *out, ds4_error *err) {

@@ -17,7 +17,7 @@
 
 /* One block of a file taken apart, so that a format's bits are decoded in one place. */
 typedef struct ds4_block {
-  uint16_t d, m; /* f16 scale and minimum; MXFP4: d is the exponent byte */
+  uint16_t d, m; /* f16 scale and minimum; MXFP4, FP4: d is the exponent byte */
   int8_t sc[16]; /* integer scale and minimum of each sub-block */
   uint8_t mn[16];
   uint8_t code[DS4_BLOCK_MAX];
@@ -33,6 +33,8 @@ typedef struct ds4_format_info {
 const ds4_format_info *ds4_format_find(int32_t format); /* NULL: not known */
 /* `n` weights from the first of a block on, as numbers: the definition of the format. */
 void ds4_format_floats(const ds4_format_info *f, const uint8_t *p, uint64_t n, float *out);
+/* Bytes of the scales that lie beside the weights: those of FP8 and FP4, else 0. No overflow where ds4_format_bytes has found none. */
+uint64_t ds4_scale_bytes(int32_t format, uint64_t rows, uint64_t cols);
 void ds4_block_floats(int32_t format, const ds4_block *b, uint32_t n, float *out);
 
 /* What kernels have to know at compile time; with a constant `format` all of it is constant. */
@@ -42,10 +44,12 @@ typedef struct ds4_shape {
   const int8_t *table; /* [16] */
   uint32_t sub;        /* weights of a sub-block, 0: the format has none */
   bool minimum;
-  bool int8; /* products take activations as int8 in blocks of 32; else as float32 */
+  bool eighth; /* the block's scale is an eighth of what is stored */
+  bool int8;   /* products take activations as int8 in blocks of 32; else as float32 */
 } ds4_shape;
 
 static const int8_t ds4_iq4_nl_values[16] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113};
+static const int8_t ds4_iq2_values[16] = {8, 25, 43, 0, 0, 0, 0, 0, -8, -25, -43}; /* times 8; the fourth bit is the sign */
 static const int8_t ds4_fp4_values[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12}; /* doubled */
 
 static inline __attribute__((always_inline)) ds4_shape ds4_shape_of(int32_t format) {
@@ -60,8 +64,10 @@ static inline __attribute__((always_inline)) ds4_shape ds4_shape_of(int32_t form
   case DS4_Q4_K: return (ds4_shape){.low = 4, .sub = 32, .minimum = true, .int8 = true};
   case DS4_Q5_K: return (ds4_shape){.low = 4, .high = 1, .sub = 32, .minimum = true, .int8 = true};
   case DS4_Q6_K: return (ds4_shape){.low = 4, .high = 2, .offset = 32, .sub = 16, .int8 = true};
+  case DS4_IQ2_XXS: return (ds4_shape){.low = 4, .table = ds4_iq2_values, .sub = 32, .eighth = true, .int8 = true};
   case DS4_IQ4_NL: return (ds4_shape){.low = 4, .table = ds4_iq4_nl_values, .int8 = true};
-  case DS4_MXFP4: return (ds4_shape){.low = 4, .table = ds4_fp4_values};
+  case DS4_MXFP4:
+  case DS4_FP4: return (ds4_shape){.low = 4, .table = ds4_fp4_values};
   default: return (ds4_shape){0}; /* floats */
   }
 }
@@ -72,7 +78,8 @@ static inline int32_t ds4_code_value(const ds4_shape *s, uint32_t code) { return
 static inline float ds4_e8m0_half(uint32_t e) { return ds4_float(e < 2 ? 0x00200000u << e : (e - 1) << 23); }
 
 static inline float ds4_block_scale(int32_t format, const ds4_block *b) {
-  return format == DS4_MXFP4 ? ds4_e8m0_half(b->d) : ds4_f16(b->d);
+  if (format == DS4_IQ2_XXS) return ds4_f16(b->d) * 0.125f;
+  return format == DS4_MXFP4 || format == DS4_FP4 ? ds4_e8m0_half(b->d) : ds4_f16(b->d);
 }
 
 static inline uint16_t ds4_load_u16(const uint8_t *p) {

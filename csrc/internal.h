@@ -44,6 +44,13 @@ static inline bool ds4_fault_hit(ds4_faults *f, int kind) {
   return false;
 }
 #endif
+#ifdef DS4_TEST
+void ds4_trace(ds4_engine *e, const float *x, uint64_t n); /* what a round computes inside, for the tests */
+void ds4_trace_ids(ds4_engine *e, const uint32_t *x, uint64_t n);
+#else
+static inline void ds4_trace(ds4_engine *e, const float *x, uint64_t n) { (void)e, (void)x, (void)n; }
+static inline void ds4_trace_ids(ds4_engine *e, const uint32_t *x, uint64_t n) { (void)e, (void)x, (void)n; }
+#endif
 void *ds4_alloc(ds4_engine *e, uint64_t bytes); /* zeroed; NULL when there is none, or by injection. Released with free() */
 
 /* ---- streams and pages --------------------------------------------------------------------------------------------------------------- */
@@ -137,9 +144,9 @@ typedef struct ds4_setting {
 typedef struct ds4_tensor {
   char name[64];
   uint64_t rows, cols;
-  bool vector, optional;
-  ds4_weight *weight; /* matrix */
-  float *values;      /* vector, float32 in backend memory */
+  bool vector, optional, mapped; /* mapped: see ds4_matrix */
+  ds4_weight *weight;            /* matrix */
+  float *values;                 /* vector, float32 in backend memory */
 } ds4_tensor;
 
 /* One round as an architecture sees it. */
@@ -158,20 +165,22 @@ typedef struct ds4_rope {
   float *table;
   double *freqs, scale; /* [half] radians per position */
   uint32_t half, positions;
+  bool single; /* angles are float32 products, as in the code that the model was trained with */
 } ds4_rope;
 #define DS4_ROPES 2
 
 typedef struct ds4_arch {
   const char *name;
   int (*setup)(ds4_engine *e, ds4_error *err); /* reads the settings, declares streams, tensors, buffers */
-  void (*bind)(ds4_engine *e);                 /* finds its tensors, when all are there */
+  int (*bind)(ds4_engine *e, ds4_error *err);  /* finds its tensors, when all are there */
   int (*forward)(ds4_run *r);                  /* leaves the residual stream of the last layer in buffer[0] */
-  int (*head)(ds4_engine *e, const float *x, uint32_t n, float *scratch, float *logits); /* [n][width] -> [n][vocab] */
+  int (*head)(ds4_engine *e, const float *x, uint32_t n, float *scratch, float *logits);       /* [n][width] -> [n][vocab] */
+  int (*draft_head)(ds4_engine *e, const float *x, uint32_t n, float *scratch, float *logits); /* of buffer[draft] */
 } ds4_arch;
-extern const ds4_arch ds4_llama, ds4_qwen3, ds4_gemma3;
+extern const ds4_arch ds4_llama, ds4_qwen3, ds4_gemma3, ds4_deepseek_v4;
 
 enum ds4_phase { DS4_BUILDING, DS4_DECLARED, DS4_READY, DS4_BROKEN };
-#define DS4_MAX_BUFFERS 12
+#define DS4_MAX_BUFFERS 32
 
 struct ds4_engine {
   pthread_mutex_t lock; /* guards the pool, all sessions and marks; never held while computing */
@@ -186,17 +195,20 @@ struct ds4_engine {
   const ds4_ops *ops;
   ds4_backend *backend;
   ds4_faults faults;
+  float *trace; /* test builds: where ds4_trace appends */
+  uint64_t trace_cap, trace_n;
 
   ds4_setting *settings;
   ds4_tensor *tensors;
   uint32_t n_tensors, cap_tensors, last_tensor;
   void *model; /* the architecture's own struct, one block */
   uint32_t vocab, ctx, width, n_layers, reach_slack;
-  uint32_t kv_type;
+  uint32_t kv_type, kv_types; /* what rows are stored as; a bit for each ds4_kv_type that the architecture takes */
   ds4_rope rope[DS4_ROPES];
 
   uint32_t buffer_width[DS4_MAX_BUFFERS], n_buffers, buffer_tokens;
   float *buffer[DS4_MAX_BUFFERS];
+  uint32_t draft;                             /* buffer with the MTP block's residual streams; 0: there is none */
   uint32_t scratch_width, *scratch;           /* memory of the host for the architecture, [buffer_tokens][scratch_width] */
   float *head_x, *head_scratch, *head_logits; /* [head_rows][width] twice, [head_rows][vocab] */
   uint32_t head_rows;
@@ -229,6 +241,7 @@ int ds4_declare_expert(ds4_engine *e, uint32_t layer, uint32_t expert, const cha
 ds4_tensor *ds4_find_expert(ds4_engine *e, uint32_t layer, uint32_t expert, const char *part);
 int ds4_declare_stream(ds4_engine *e, const char *name, uint32_t n_layers, uint32_t stride, uint32_t reach, uint32_t n_parts,
                        const ds4_part *parts, ds4_error *err);
+const char *ds4_kv_name(uint32_t type);
 int ds4_rope_grow(ds4_engine *e, uint32_t positions, ds4_error *err);
 int ds4_buffers_grow(ds4_engine *e, uint32_t tokens, uint32_t head_rows, ds4_error *err);
 

@@ -1,5 +1,6 @@
 /* Where the rows of a stream lie inside a page, and rows in their canonical order. The drawing is in backend.h. */
 #include "internal.h"
+#include "smallfloat.h"
 
 #include <string.h>
 
@@ -12,6 +13,16 @@ static uint32_t quant_group(uint32_t width) {
   return group;
 }
 
+static bool whole_rows(const ds4_part *p) { return p->type == DS4_KV_FP8 || p->type == DS4_KV_FP4; }
+
+/* Bytes of one vector, scales included. */
+static uint64_t vector_bytes(const ds4_part *p) {
+  uint32_t numbers = p->width - p->tail;
+  if (p->type == DS4_KV_FP8) return numbers + (numbers + DS4_FP8_BLOCK - 1) / DS4_FP8_BLOCK + 2ull * p->tail;
+  if (p->type == DS4_KV_FP4) return p->width / 2 + (p->width + DS4_FP4_BLOCK - 1) / DS4_FP4_BLOCK;
+  return (uint64_t)p->width * number_bytes(p->type) + (p->group ? p->width / p->group * 2 : 0);
+}
+
 int ds4_layout_init(ds4_layout *l, ds4_error *err) {
   l->layer_bytes = l->row_bytes = 0;
   for (uint32_t i = 0; i < l->n_parts; i++) {
@@ -19,7 +30,8 @@ int ds4_layout_init(ds4_layout *l, ds4_error *err) {
     p->group = p->type == DS4_KV_Q8_0 ? quant_group(p->width) : 0;
     if (p->type == DS4_KV_Q8_0 && p->group < 4)
       return ds4_fail(err, DS4_EUNSUPPORTED, p->width, 0, "kv_dtype q8_0 needs a head size that 4 divides, not %u; use f16", p->width);
-    uint64_t vector = (uint64_t)p->width * number_bytes(p->type) + (p->group ? p->width / p->group * 2 : 0);
+    if (whole_rows(p)) p->across = 0;
+    uint64_t vector = vector_bytes(p);
     p->tile_bytes = vector * l->page_rows;
     p->row_bytes = vector * p->heads;
     p->offset = l->layer_bytes;
@@ -50,10 +62,11 @@ static void rows_move(int way, const ds4_layout *l, uint8_t *page, uint32_t laye
     for (uint32_t part = 0; part < l->n_parts; part++) {
       const ds4_part *p = &l->part[part];
       uint32_t size = number_bytes(p->type), scales = p->group ? p->width / p->group : 0;
+      uint32_t count = whole_rows(p) ? (uint32_t)vector_bytes(p) : p->width;
       for (uint32_t head = 0; head < p->heads; head++) {
         uint8_t *tile = ds4_page_tile(l, page, layer, part, head);
-        move(way, tile, p->across, l->page_rows, r, p->width, size, line, byte);
-        line += line ? (uint64_t)p->width * size : 0;
+        move(way, tile, p->across, l->page_rows, r, count, size, line, byte);
+        line += line ? (uint64_t)count * size : 0;
         move(way, tile + (uint64_t)p->width * size * l->page_rows, p->across, l->page_rows, r, scales, 2, line, byte);
         line += line ? scales * 2 : 0;
       }

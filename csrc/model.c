@@ -7,12 +7,21 @@
 
 #include "formats.h"
 #include "kv.h"
+#include "smallfloat.h"
 
-static const ds4_arch *const architectures[] = {&ds4_llama, &ds4_qwen3, &ds4_gemma3};
+static const ds4_arch *const architectures[] = {&ds4_llama, &ds4_qwen3, &ds4_gemma3, &ds4_deepseek_v4};
 static const ds4_ops *const backends[] = {&ds4_ref_ops, &ds4_cpu_ops};
 #define COUNT(a) (sizeof(a) / sizeof *(a))
 
 #ifdef DS4_TEST
+void ds4_trace(ds4_engine *e, const float *x, uint64_t n) {
+  for (uint64_t i = 0; i < n && e->trace_n < e->trace_cap; i++) e->trace[e->trace_n++] = x[i];
+}
+
+void ds4_trace_ids(ds4_engine *e, const uint32_t *x, uint64_t n) {
+  for (uint64_t i = 0; i < n && e->trace_n < e->trace_cap; i++) e->trace[e->trace_n++] = (float)x[i];
+}
+
 bool ds4_fault_hit(ds4_faults *f, int kind) {
   uint64_t seen = atomic_fetch_add(&f->seen[kind], 1) + 1, at = atomic_load(&f->at[kind]);
   return at && seen == at;
@@ -25,6 +34,14 @@ int ds4_test_build(void) {
 #else
   return 0;
 #endif
+}
+
+uint64_t ds4_engine_trace(ds4_engine *e, float *out, uint64_t n) {
+  uint64_t written = e->trace_n;
+  e->trace = out;
+  e->trace_cap = out ? n : 0;
+  e->trace_n = 0;
+  return written;
 }
 
 uint64_t ds4_engine_fault(ds4_engine *e, int32_t kind, uint64_t k) {
@@ -45,7 +62,9 @@ int ds4_engine_new(const char *arch, const char *backend, int32_t threads, ds4_e
     if (!strcmp(architectures[i]->name, arch)) a = architectures[i];
   for (size_t i = 0; i < COUNT(backends); i++)
     if (!strcmp(backends[i]->name, backend)) ops = backends[i];
-  if (!a) return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "architecture '%.60s' is not known; this version has llama, qwen3 and gemma3", arch);
+  if (!a)
+    return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "architecture '%.60s' is not known; this version has llama, qwen3, gemma3 and deepseek_v4",
+                    arch);
   if (!ops) return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "backend '%.60s' is not known; this version has cpu and ref", backend);
   if (threads < 0 || threads > 256)
     return ds4_fail(err, DS4_EINVAL, threads, 256, "threads is %d; 0 (all CPUs this process may use) to 256 are possible", threads);
@@ -55,6 +74,7 @@ int ds4_engine_new(const char *arch, const char *backend, int32_t threads, ds4_e
   e->ops = ops;
   e->pid = getpid();
   e->reach_slack = 256;
+  e->kv_types = 1u << DS4_KV_F32 | 1u << DS4_KV_F16 | 1u << DS4_KV_Q8_0;
   atomic_store(&e->refs, 1);
   pthread_mutex_init(&e->lock, NULL);
   pthread_cond_init(&e->turn, NULL);
@@ -301,9 +321,37 @@ static int set_vector(ds4_engine *e, ds4_tensor *t, int32_t format, const void *
   return status;
 }
 
-int ds4_engine_tensor(ds4_engine *e, const char *name, int32_t format, uint64_t rows, uint64_t cols, const void *data, uint64_t nbytes,
-                      ds4_error *err) {
+/* The codes for NaN have no place in weights; found here, kernels need not look for them. The scales of FP4 may lie in many gigabytes: they are not read. */
+static int check_fp8(const ds4_tensor *t, const ds4_matrix *m, uint64_t scale_bytes, ds4_error *err) {
+  uint64_t bad = 0;
+  for (uint64_t i = 0; i < m->nbytes; i++) bad += (m->data[i] & 0x7fu) == DS4_FP8_NAN;
+  for (uint64_t i = 0; i < scale_bytes; i++) bad += m->scales[i] == 255;
+  if (!bad) return DS4_OK;
+  return ds4_fail(err, DS4_ENONFINITE, (int64_t)bad, 0,
+                  "tensor %s holds %llu FP8 codes that are no number; the file is damaged: get it again", t->name, (unsigned long long)bad);
+}
+
+static int check_sizes(const ds4_tensor *t, const ds4_matrix *m, uint64_t scale_bytes, ds4_error *err) {
   uint64_t bytes;
+  if (m->rows != t->rows || m->cols != t->cols)
+    return ds4_fail(err, DS4_EINVAL, (int64_t)m->rows, (int64_t)m->cols, "tensor %s is %llu x %llu, but the settings ask for %llu x %llu",
+                    t->name, (unsigned long long)m->rows, (unsigned long long)m->cols, (unsigned long long)t->rows,
+                    (unsigned long long)t->cols);
+  int status = ds4_format_bytes(m->format, m->rows, m->cols, &bytes, err);
+  if (status) return status;
+  if (bytes != m->nbytes || !m->data)
+    return ds4_fail(err, DS4_EINVAL, (int64_t)m->nbytes, (int64_t)bytes, "tensor %s has %llu bytes, its shape and format need %llu",
+                    t->name, (unsigned long long)m->nbytes, (unsigned long long)bytes);
+  uint64_t scales = ds4_scale_bytes(m->format, m->rows, m->cols);
+  if (scales != scale_bytes || (scales && !m->scales))
+    return ds4_fail(err, DS4_EINVAL, (int64_t)scale_bytes, (int64_t)scales,
+                    "tensor %s has %llu bytes of scales, its shape and format need %llu", t->name, (unsigned long long)scale_bytes,
+                    (unsigned long long)scales);
+  return m->format == DS4_FP8 ? check_fp8(t, m, scale_bytes, err) : DS4_OK;
+}
+
+int ds4_engine_tensor_scaled(ds4_engine *e, const char *name, int32_t format, uint64_t rows, uint64_t cols, const void *data,
+                             uint64_t nbytes, const void *scales, uint64_t scale_bytes, ds4_error *err) {
   int status = declare(e, err);
   if (status) return status;
   if (e->phase != DS4_DECLARED)
@@ -312,42 +360,59 @@ int ds4_engine_tensor(ds4_engine *e, const char *name, int32_t format, uint64_t 
   if (!t)
     return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "tensor '%.60s' is not part of architecture %s with these settings", name, e->arch->name);
   if (t->weight || t->values) return ds4_fail(err, DS4_EINVAL, 0, 0, "tensor %s is given twice", t->name);
-  if (rows != t->rows || cols != t->cols)
-    return ds4_fail(err, DS4_EINVAL, (int64_t)rows, (int64_t)cols, "tensor %s is %llu x %llu, but the settings ask for %llu x %llu",
-                    t->name, (unsigned long long)rows, (unsigned long long)cols, (unsigned long long)t->rows, (unsigned long long)t->cols);
-  if ((status = ds4_format_bytes(format, rows, cols, &bytes, err))) return status;
-  if (bytes != nbytes || !data)
-    return ds4_fail(err, DS4_EINVAL, (int64_t)nbytes, (int64_t)bytes, "tensor %s has %llu bytes, its shape and format need %llu", t->name,
-                    (unsigned long long)nbytes, (unsigned long long)bytes);
+  ds4_matrix m = {.format = format, .mapped = t->mapped, .rows = rows, .cols = cols, .nbytes = nbytes, .data = data, .scales = scales};
+  if ((status = check_sizes(t, &m, scale_bytes, err))) return status;
+  if (t->vector && scale_bytes)
+    return ds4_fail(err, DS4_EUNSUPPORTED, format, 0, "tensor %s is a vector and cannot be stored with scales", t->name);
   if (t->vector) {
     uint32_t mode = ds4_float_mode_set();
     status = set_vector(e, t, format, data, nbytes, err);
     ds4_float_mode_restore(mode);
     return status;
   }
-  if ((status = e->ops->weight_new(e->backend, format, rows, cols, data, nbytes, &t->weight, err))) return status;
+  if ((status = e->ops->weight_new(e->backend, &m, &t->weight, err))) return status;
   e->weight_bytes += e->ops->weight_bytes(t->weight);
   return DS4_OK;
 }
 
+int ds4_engine_tensor(ds4_engine *e, const char *name, int32_t format, uint64_t rows, uint64_t cols, const void *data, uint64_t nbytes,
+                      ds4_error *err) {
+  return ds4_engine_tensor_scaled(e, name, format, rows, cols, data, nbytes, NULL, 0, err);
+}
+
 /* ---- ready -------------------------------------------------------------------------------------------------------------------------------- */
 
-static int layouts_init(ds4_engine *e, const char *kv_dtype, ds4_error *err) {
-  static const char *const names[] = {"f32", "f16", "q8_0"};
-  e->kv_type = COUNT(names);
-  for (uint32_t i = 0; i < COUNT(names); i++)
-    if (!strcmp(kv_dtype, names[i])) e->kv_type = i;
-  if (e->kv_type == COUNT(names))
-    return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "kv_dtype '%.20s' is not known; f32, f16 and q8_0 are", kv_dtype);
-  for (uint32_t i = 0; i < e->n_streams; i++) {
-    ds4_stream *st = &e->stream[i];
-    for (uint32_t p = 0; p < st->layout.n_parts; p++)
-      if (st->layout.part[p].type == DS4_KV_ENGINE) st->layout.part[p].type = e->kv_type;
-    int status = ds4_layout_init(&st->layout, err);
-    if (status) return status;
-    if (st->reach) e->mark_bytes += (ds4_pages_of(st, st->reach) + 1) * st->layout.page_bytes;
+static const char *const kv_names[] = {"f32", "f16", "q8_0", "fp8"};
+
+const char *ds4_kv_name(uint32_t type) { return kv_names[type < COUNT(kv_names) ? type : DS4_KV_F16]; }
+
+static int kv_type_find(ds4_engine *e, const char *kv_dtype, ds4_error *err) {
+  char taken[64] = "";
+  size_t at = 0;
+  e->kv_type = COUNT(kv_names);
+  for (uint32_t i = 0; i < COUNT(kv_names); i++) {
+    if (!(e->kv_types >> i & 1u)) continue;
+    if (!strcmp(kv_dtype, kv_names[i])) e->kv_type = i;
+    at += (size_t)snprintf(taken + at, sizeof taken - at, "%s%s", at ? ", " : "", kv_names[i]);
   }
-  return DS4_OK;
+  if (e->kv_type < COUNT(kv_names)) return DS4_OK;
+  return ds4_fail(err, DS4_EUNSUPPORTED, 0, 0, "kv_dtype '%.20s' is not possible for architecture %s with these options; use one of %s",
+                  kv_dtype, e->arch->name, taken);
+}
+
+static int layouts_init(ds4_engine *e, const char *kv_dtype, ds4_error *err) {
+  int status = kv_type_find(e, kv_dtype, err);
+  for (uint32_t i = 0; !status && i < e->n_streams; i++) {
+    ds4_stream *st = &e->stream[i];
+    for (uint32_t p = 0; p < st->layout.n_parts; p++) {
+      uint32_t *type = &st->layout.part[p].type;
+      if (*type == DS4_KV_INDEX) *type = e->kv_type == DS4_KV_FP8 ? DS4_KV_FP4 : e->kv_type;
+      if (*type == DS4_KV_ENGINE) *type = e->kv_type;
+    }
+    status = ds4_layout_init(&st->layout, err);
+    if (!status && st->reach) e->mark_bytes += (ds4_pages_of(st, st->reach) + 1) * st->layout.page_bytes;
+  }
+  return status;
 }
 
 /* Bytes of `tokens` in all unlimited streams, and of one window with slack and a chunk to work in per 4096 of them. */
@@ -378,7 +443,7 @@ int ds4_engine_ready(ds4_engine *e, const char *kv_dtype, uint64_t pool_tokens, 
   if (pool_tokens > 1ull << 32 || pool_bytes > 1ull << 50)
     return ds4_fail(err, DS4_EINVAL, (int64_t)pool_tokens, (int64_t)pool_bytes, "the pool is larger than memory can be");
   e->pool.budget = pool_bytes ? pool_bytes : pool_tokens ? pool_bytes_for(e, pool_tokens) : ds4_usable_memory() / 2;
-  e->arch->bind(e);
+  if ((status = e->arch->bind(e, err))) return status;
   memcpy(e->identity, identity, sizeof e->identity);
   e->phase = DS4_READY;
   return DS4_OK;
@@ -417,7 +482,7 @@ int ds4_buffers_grow(ds4_engine *e, uint32_t tokens, uint32_t head_rows, ds4_err
   return DS4_OK;
 }
 
-/* In float64 and rounded once. */
+/* In float64 and rounded once; with `single` the angle is rounded before. */
 static int rope_grow(ds4_engine *e, ds4_rope *rope, uint32_t positions, ds4_error *err) {
   uint32_t grown = ds4_min_u32(e->ctx, ds4_max_u32(1024, ds4_max_u32(positions, rope->positions * 2)));
   uint64_t half = rope->half, old = (uint64_t)rope->positions * half * 2, all = (uint64_t)grown * half * 2;
@@ -428,8 +493,9 @@ static int rope_grow(ds4_engine *e, ds4_rope *rope, uint32_t positions, ds4_erro
   for (uint64_t p = rope->positions; !status && p < grown; p++)
     for (uint64_t i = 0; i < half; i++) {
       float *cs = host + ((p - rope->positions) * half + i) * 2;
-      cs[0] = (float)(cos((double)p * rope->freqs[i]) * rope->scale);
-      cs[1] = (float)(sin((double)p * rope->freqs[i]) * rope->scale);
+      double angle = rope->single ? (double)((float)p * (float)rope->freqs[i]) : (double)p * rope->freqs[i];
+      cs[0] = (float)(cos(angle) * rope->scale);
+      cs[1] = (float)(sin(angle) * rope->scale);
     }
   if (!status && old) status = e->ops->copy(e->backend, table, rope->table, old * sizeof *table);
   if (!status) status = e->ops->copy_in(e->backend, table + old, host, (all - old) * sizeof *table);
@@ -456,7 +522,6 @@ int ds4_rope_grow(ds4_engine *e, uint32_t positions, ds4_error *err) {
 /* ---- what an engine says of itself ---------------------------------------------------------------------------------------------------- */
 
 void ds4_engine_get_info(const ds4_engine *e, ds4_engine_info *out) {
-  static const char *const names[] = {"f32", "f16", "q8_0"};
   *out = (ds4_engine_info){.vocab = e->vocab,
                            .ctx = e->ctx,
                            .page_rows = DS4_PAGE_ROWS,
@@ -473,7 +538,7 @@ void ds4_engine_get_info(const ds4_engine *e, ds4_engine_info *out) {
   snprintf(out->arch, sizeof out->arch, "%s", e->arch->name);
   snprintf(out->backend, sizeof out->backend, "%s", e->ops->name);
   snprintf(out->isa, sizeof out->isa, "%s", e->ops->isa(e->backend));
-  snprintf(out->kv_dtype, sizeof out->kv_dtype, "%s", names[e->kv_type < COUNT(names) ? e->kv_type : 1]);
+  snprintf(out->kv_dtype, sizeof out->kv_dtype, "%s", ds4_kv_name(e->kv_type));
 }
 
 int ds4_engine_stream(const ds4_engine *e, uint32_t index, ds4_stream_info *out, ds4_error *err) {

@@ -71,12 +71,32 @@ static inline float ds4_exp(float x) {
   return p * ds4_float((uint32_t)(e + 127) << 23);
 }
 
+static inline float ds4_sigmoid(float x) { return 1.0f / (1.0f + ds4_exp(-x)); }
+
+/* log(1 + exp(x)) = max(x, 0) + log1p(t), t = exp(-|x|); log1p(t) = 2 atanh(t / (2 + t)), a series in s^2 <= 1/9. */
+static inline float ds4_softplus(float x) {
+  float t = ds4_exp(-fabsf(x)), s = t / (2.0f + t), z = s * s, p = 1.0f / 15.0f;
+  for (int k = 13; k > 0; k -= 2) p = fmaf(p, z, 1.0f / (float)k);
+  return (x > 0.0f ? x : 0.0f) + 2.0f * s * p;
+}
+
 static inline float ds4_silu(float x) { return x / (1.0f + ds4_exp(-x)); }
 
 /* GELU in its tanh form: x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))), which is x / (1 + exp(-2 sqrt(2/pi) (x + 0.044715 x^3))). */
 #define DS4_GELU_C1 0x1.988454p+0f /* 2 sqrt(2/pi) */
 #define DS4_GELU_C3 0x1.2444f2p-4f /* 0.044715 times that */
 static inline float ds4_gelu(float x) { return x / (1.0f + ds4_exp(-(x * fmaf(x * x, DS4_GELU_C3, DS4_GELU_C1)))); }
+
+/* One number of ds4_ops.glu. `kind` is ds4_glu_kind: 1 GELU, 2 SiLU of a clamped gate times a clamped up. */
+static inline float ds4_glu(int kind, float limit, float gate, float up) {
+  if (kind == 1) return ds4_gelu(gate) * up;
+  if (kind == 2) {
+    gate = limit < gate ? limit : gate;
+    up = limit < up ? limit : up;
+    up = up < -limit ? -limit : up;
+  }
+  return ds4_silu(gate) * up;
+}
 
 /* The fixed tree of a reduction over 16 lanes. */
 static inline float ds4_lane_sum(const float lane[16]) {

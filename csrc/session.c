@@ -147,7 +147,7 @@ static void turn_end(ds4_engine *e) {
 
 static uint32_t wanted_rows(const call *c, const part *p) {
   const job *j = &c->jobs[p->job];
-  if (j->want == DS4_WANT_ALL || j->want == DS4_WANT_SCORE) return p->n;
+  if (j->want >= DS4_WANT_ALL) return p->n;
   return j->want == DS4_WANT_LAST && j->done + p->n == j->n ? 1 : 0;
 }
 
@@ -223,6 +223,12 @@ static float log_probability(const float *logits, uint32_t vocab, int32_t token)
 /* Where the logits of one wanted row go: to the caller, to a log-probability, to the session. `i` is its index in the job. */
 static int row_deliver(call *c, job *j, uint32_t i, const float *logits) {
   uint32_t vocab = c->e->vocab;
+  if (j->want == DS4_WANT_DRAFT) { /* nothing lies before position 0 that the MTP block could start from */
+    float *out = j->out + (uint64_t)i * vocab;
+    memcpy(out, logits, vocab * sizeof *logits);
+    if (j->from + i == 0) memset(out, 0, vocab * sizeof *out);
+    return DS4_OK;
+  }
   if (j->want == DS4_WANT_ALL) memcpy(j->out + (uint64_t)i * vocab, logits, vocab * sizeof *logits);
   if (j->want == DS4_WANT_SCORE && i + 1 < j->n) {
     j->out[i + 1] = log_probability(logits, vocab, j->tokens[i + 1]);
@@ -236,6 +242,7 @@ static int row_deliver(call *c, job *j, uint32_t i, const float *logits) {
 
 typedef struct tile {
   uint32_t n;
+  bool draft; /* rows of the MTP block */
   job *job[DS4_HEAD_TILE];
   uint32_t index[DS4_HEAD_TILE]; /* of the row's token in its job */
 } tile;
@@ -244,7 +251,7 @@ static int tile_flush(call *c, tile *t) {
   ds4_engine *e = c->e;
   if (!t->n) return DS4_OK;
   int status = ds4_op(&c->run);
-  if (!status) status = e->arch->head(e, e->head_x, t->n, e->head_scratch, e->head_logits);
+  if (!status) status = (t->draft ? e->arch->draft_head : e->arch->head)(e, e->head_x, t->n, e->head_scratch, e->head_logits);
   if (!status) status = e->ops->wait(e->backend);
   for (uint32_t i = 0; !status && i < t->n; i++) status = row_deliver(c, t->job[i], t->index[i], e->head_logits + (uint64_t)i * e->vocab);
   t->n = 0;
@@ -258,8 +265,12 @@ static int round_head(call *c) {
   uint32_t at = 0;
   for (uint32_t k = 0; k < c->n_parts; at += c->parts[k++].n) {
     job *j = &c->jobs[c->parts[k].job];
+    bool draft = j->want == DS4_WANT_DRAFT;
+    int flushed = draft != t.draft ? tile_flush(c, &t) : DS4_OK;
+    if (flushed) return flushed;
+    t.draft = draft;
     for (uint32_t r = c->parts[k].n - wanted_rows(c, &c->parts[k]); r < c->parts[k].n; r++) {
-      const float *row = e->buffer[0] + (uint64_t)(at + r) * e->width;
+      const float *row = e->buffer[draft ? e->draft : 0] + (uint64_t)(at + r) * e->width;
       int status = e->ops->copy(e->backend, e->head_x + (uint64_t)t.n * e->width, row, e->width * sizeof *row);
       t.job[t.n] = j;
       t.index[t.n++] = j->done + r;
@@ -447,13 +458,15 @@ static int evaluate_again(ds4_session *s, ds4_progress progress, void *user, ds4
 
 static int segment_check(const ds4_engine *e, const ds4_segment *g, uint32_t i, const ds4_segment *all, ds4_error *err) {
   if (!g->session || g->session->engine != e) return ds4_fail(err, DS4_EINVAL, i, 0, "segment %u has no session of this engine", i);
-  if (g->want < DS4_WANT_NONE || g->want > DS4_WANT_SCORE || (g->n && !g->tokens) || (g->n && g->want >= DS4_WANT_ALL && !g->out))
+  if (g->want < DS4_WANT_NONE || g->want > DS4_WANT_DRAFT || (g->n && !g->tokens) || (g->n && g->want >= DS4_WANT_ALL && !g->out))
     return ds4_fail(err, DS4_EINVAL, i, 0, "segment %u lacks tokens or an output, or wants something unknown (%d)", i, g->want);
   for (uint32_t k = 0; k < i; k++)
     if (all[k].session == g->session)
       return ds4_fail(err, DS4_EINVAL, i, k, "segments %u and %u are of one session; join their tokens", k, i);
   uint64_t bytes = (uint64_t)g->n * e->vocab * sizeof(float);
-  if (g->want == DS4_WANT_ALL && bytes > ALL_LOGITS_MAX)
+  if (g->want == DS4_WANT_DRAFT && !e->draft)
+    return ds4_fail(err, DS4_EUNSUPPORTED, i, 0, "this engine has no MTP block loaded; make it with the setting mtp");
+  if ((g->want == DS4_WANT_ALL || g->want == DS4_WANT_DRAFT) && bytes > ALL_LOGITS_MAX)
     return ds4_fail(err, DS4_EINVAL, (int64_t)bytes, (int64_t)ALL_LOGITS_MAX,
                     "the logits of %u tokens would take %llu bytes, above 1 GB; use score, or shorter pieces", g->n,
                     (unsigned long long)bytes);

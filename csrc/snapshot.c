@@ -69,11 +69,6 @@ void ds4_image_line(const image *m, uint32_t i, uint8_t *p) {
   put32(p + 28, 0);
 }
 
-const char *ds4_kv_name(const ds4_engine *e) {
-  static const char *const names[] = {"f32", "f16", "q8_0"};
-  return names[e->kv_type];
-}
-
 static void header_encode(const image *m, uint8_t *p) {
   const ds4_engine *e = m->e;
   memset(p, 0, m->head_bytes);
@@ -84,7 +79,7 @@ static void header_encode(const image *m, uint8_t *p) {
   put64(p + 24, m->file_bytes);
   memcpy(p + 32, e->identity, 32);
   snprintf((char *)p + 64, 32, "%s", e->arch->name);
-  snprintf((char *)p + 96, 8, "%s", ds4_kv_name(e));
+  snprintf((char *)p + 96, 8, "%s", ds4_kv_name(e->kv_type));
   put64(p + 104, e->settings_hash);
   put32(p + 112, DS4_NUMERICS);
   put32(p + 116, e->vocab);

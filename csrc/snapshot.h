@@ -72,7 +72,6 @@ int ds4_image_buffer(image *m, ds4_error *err); /* the I/O buffer: at least one 
 void ds4_image_free(image *m);
 bool ds4_image_lay_out(image *m);                            /* sections, places and sizes from the counts; false: a size overflows */
 void ds4_image_line(const image *m, uint32_t i, uint8_t *p); /* LINE_BYTES: the shape of a stream, and its floor */
-const char *ds4_kv_name(const ds4_engine *e);
 uint32_t ds4_rows_in_page(const ds4_stream *st, uint32_t pos, uint32_t page);
 /* Sets rows behind the last one, and what lies between layers, to `byte`: unwritten memory is in no file, and never read (K8). */
 void ds4_layers_tidy(const ds4_layout *l, uint8_t *layers, uint32_t n, uint32_t rows, uint8_t byte);

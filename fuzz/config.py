@@ -11,11 +11,11 @@ from ds4.families import model_spec  # noqa: E402
 from ds4.files import Checkpoint, safetensors  # noqa: E402
 from ds4.files.jsonfile import parse_object  # noqa: E402
 from fuzz import common  # noqa: E402
-from tests.corrupt import families, make  # noqa: E402
+from tests.corrupt import deepseek_v4, families, make  # noqa: E402
 
 WEIGHTS = {
     "llama": make.hf_weights(), "mistral": make.hf_weights(), "qwen3_moe": families.moe_weights(),
-    "gemma3_text": families.gemma_weights(),
+    "gemma3_text": families.gemma_weights(), "deepseek_v4": deepseek_v4.weights(),
 }  # fmt: skip
 TENSORS = {family: safetensors.parse(weights, "model.safetensors") for family, weights in WEIGHTS.items()}
 
@@ -48,6 +48,8 @@ def seeds() -> list[bytes]:
         families.config(families.GEMMA3),
         families.config(families.GEMMA3, layer_types="absent", _sliding_window_pattern=6),
         families.config(families.GEMMA3, rope_theta="absent", rope_parameters=families.BY_LAYER),
+        deepseek_v4.CONFIG,
+        deepseek_v4.CONFIG | {"quantization_config": {"quant_method": "fp8", "fmt": "e4m3"}, "dspark_block_size": 5},
     ]
     return [json.dumps(config).encode() for config in configs]
 

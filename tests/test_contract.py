@@ -450,6 +450,8 @@ QUICK = [
     ("gemma3", {"kv_dtype": "f16", "threads": 2}),
     ("gemma3", {"kv_dtype": "q8_0", "pool_tokens": 600}),
     ("qwen3_moe", {"kv_dtype": "f16", "threads": 2}),
+    ("deepseek_v4", {"kv_dtype": "f16", "threads": 2}),
+    ("deepseek_v4", {"kv_dtype": "q8_0", "pool_tokens": 600}),
 ]
 
 

@@ -11,11 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from corrupt import families, make
+from corrupt import deepseek_v4, families, make
 
 ROOT = Path(__file__).resolve().parent.parent
 CORPUS = ROOT / "tests" / "corrupt"
-CASES = make.CASES | families.CASES
+CASES = make.CASES | families.CASES | deepseek_v4.CASES
 MEMORY_MB = 256
 SECONDS = 2.0
 
@@ -64,6 +64,7 @@ def test_refused_by_name(name, results):
 def test_committed_files_are_what_make_writes(tmp_path):
     make.write(tmp_path)
     make.write(tmp_path, families.CASES)
+    make.write(tmp_path, deepseek_v4.CASES)
     for folder in sorted({name.split("/")[0] for name in CASES}):
         fresh = {p.relative_to(tmp_path): p.read_bytes() for p in (tmp_path / folder).rglob("*") if p.is_file()}
         held = {p.relative_to(CORPUS): p.read_bytes() for p in (CORPUS / folder).rglob("*") if p.is_file()}
@@ -81,6 +82,7 @@ def test_the_model_without_a_fault_is_accepted(tmp_path):
         ("llama", make.CONFIG, make.hf_weights()),
         ("qwen3_moe", families.config(families.QWEN3_MOE), families.moe_weights()),
         ("gemma3", families.config(families.GEMMA3), families.gemma_weights()),
+        ("deepseek_v4", deepseek_v4.CONFIG, deepseek_v4.weights()),
     ):
         paths.append(tmp_path / family)
         paths[-1].mkdir()

@@ -5,11 +5,11 @@ import numpy as np
 import pytest
 
 from ds4.core import check, ffi, lib
-from ds4.errors import ArgumentError, UnsupportedError
+from ds4.errors import ArgumentError, NonFiniteError, UnsupportedError
 
 FORMATS = {
     name: (getattr(lib, f"DS4_{name}"), gguf.GGMLQuantizationType[name])
-    for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL MXFP4".split()
+    for name in "F32 F16 BF16 Q8_0 Q4_0 Q4_1 Q5_0 Q5_1 Q2_K Q3_K Q4_K Q5_K Q6_K IQ2_XXS IQ4_NL MXFP4".split()
 }
 FLOAT = ("F32", "F16", "BF16")
 INTEGER = tuple(name for name in FORMATS if name not in (*FLOAT, "MXFP4"))
@@ -78,9 +78,9 @@ def test_sizes_are_checked() -> None:
         check(lib.ds4_format_bytes(99, 4, 4, size, err), err)
 
 
-def engine(tensors: dict[str, tuple[str, np.ndarray]], backend: str, dim: int):
+def engine(tensors: dict[str, tuple], backend: str, dim: int):
     """A Llama of one layer that does nothing: its logits are `head` times the normed embedding.
-    `tensors`: name -> (format, bytes)."""
+    `tensors`: name -> (format, bytes, and scales where the format has them)."""
     err, out = ffi.new("ds4_error *"), ffi.new("ds4_engine **")
     check(lib.ds4_engine_new(b"llama", backend.encode(), 2, out, err), err)
     handle = ffi.gc(out[0], lib.ds4_engine_free)
@@ -94,15 +94,18 @@ def engine(tensors: dict[str, tuple[str, np.ndarray]], backend: str, dim: int):
     given += [
         (key, "F32", 1, dim, np.ones(dim, np.float32)) for key in ("norm", "layers.0.attn_norm", "layers.0.ffn_norm")
     ]
-    given += [(key, name, VOCAB, dim, np.ascontiguousarray(data)) for key, (name, data) in tensors.items()]
-    for key, name, rows, cols, data in given:
-        raw = ffi.from_buffer(data)
-        check(lib.ds4_engine_tensor(handle, key.encode(), FORMATS[name][0], rows, cols, raw, data.nbytes, err), err)
+    given += [
+        (key, name, VOCAB, dim, np.ascontiguousarray(data), *more) for key, (name, data, *more) in tensors.items()
+    ]
+    for key, name, rows, cols, data, *more in given:
+        scales = (ffi.from_buffer(more[0]), more[0].nbytes) if more else (ffi.NULL, 0)
+        what = handle, key.encode(), getattr(lib, f"DS4_{name}"), rows, cols
+        check(lib.ds4_engine_tensor_scaled(*what, ffi.from_buffer(data), data.nbytes, *scales, err), err)
     check(lib.ds4_engine_ready(handle, b"f32", 64, 0, bytes(32), err), err)
     return handle, given
 
 
-def logits_of(tensors: dict[str, tuple[str, np.ndarray]], backend: str, n: int, dim: int = DIM) -> np.ndarray:
+def logits_of(tensors: dict[str, tuple], backend: str, n: int, dim: int = DIM) -> np.ndarray:
     handle, keep = engine(tensors, backend, dim)
     err, out = ffi.new("ds4_error *"), ffi.new("ds4_session **")
     check(lib.ds4_session_new(handle, 0, out, err), err)
@@ -172,7 +175,9 @@ def with_extremes(name: str, data: np.ndarray) -> np.ndarray:
     return blocks.reshape(VOCAB, -1)
 
 
-@pytest.mark.parametrize(("name", "dim"), [*((n, DIM) for n in FORMATS), *((n, 96) for n in FORMATS if n[-2:] != "_K")])
+@pytest.mark.parametrize(
+    ("name", "dim"), [*((n, DIM) for n in FORMATS), *((n, 96) for n in FORMATS if n[-2:] != "_K" and n != "IQ2_XXS")]
+)
 def test_every_kernel_gives_the_bits_of_ref(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(7)
     embed = (rng.standard_normal((VOCAB, dim)) * 10.0 ** rng.integers(-20, 10, (VOCAB, 1))).astype(np.float32)
@@ -203,6 +208,79 @@ def test_embedding_rows_are_the_dequantised_ones(name: str) -> None:
         got = logits_of({"embed": (name, data), "head": head}, backend, 40)
         assert got.tobytes() == logits_of({"embed": ("F32", rows), "head": head}, backend, 40).tobytes(), backend
         assert np.abs(got).max() > 0
+
+
+# ---- formats whose scales are a tensor of their own ----
+
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def e4m3(codes: np.ndarray) -> np.ndarray:
+    exponent, mantissa = codes.astype(int) >> 3 & 15, codes.astype(int) & 7
+    size = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    size[codes & 127 == 127] = np.nan
+    return np.where(codes & 128, -size, size)
+
+
+def scaled_weights(name: str, dim: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Random bytes, scales, and the numbers that they stand for."""
+    rng = np.random.default_rng(23)
+    if name == "FP8":
+        codes = rng.integers(0, 255, (VOCAB, dim), dtype=np.uint8)
+        codes[codes & 127 == 127] = 0x7E
+        scales = rng.integers(118, 126, (-(-VOCAB // 128), -(-dim // 128)), dtype=np.uint8)
+        return codes, scales, e4m3(codes) * 2.0 ** (scales.repeat(128, 0)[:VOCAB].repeat(128, 1)[:, :dim] - 127.0)
+    codes = rng.integers(0, 256, (VOCAB, dim // 2), dtype=np.uint8)
+    scales = rng.integers(118, 126, (VOCAB, dim // 32), dtype=np.uint8)
+    nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(VOCAB, dim)
+    values = np.where(nibbles & 8, -1, 1) * E2M1[nibbles & 7]
+    return codes, scales, values * 2.0 ** (scales.repeat(32, 1) - 127.0)
+
+
+@pytest.mark.parametrize("dim", [96, 128, 416, 512])  # FP8: tiles of 128 columns, the last one short
+@pytest.mark.parametrize("name", ["FP8", "FP4"])
+def test_scaled_formats_on_every_kernel(name: str, dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    codes, scales, weights = scaled_weights(name, dim)
+    embed = np.random.default_rng(5).standard_normal((VOCAB, dim)).astype(np.float32)
+    tensors = {"embed": ("F32", embed), "head": (name, codes, scales)}
+    want, n = logits_of(tensors, "ref", 21, dim), 21
+    x = embed[:n].astype(np.float64)
+    x /= np.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+    assert (np.abs(want - x @ weights.T) / (np.abs(x) @ np.abs(weights).T)).max() < 1e-6
+    looked_up = {"embed": (name, codes, scales), "head": ("F32", embed)}
+    rows = logits_of({"embed": ("F32", weights.astype(np.float32)), "head": ("F32", embed)}, "ref", n, dim)
+    for isa in ISAS:
+        monkeypatch.setenv("DS4_ISA", isa)
+        try:
+            assert logits_of(tensors, "cpu", n, dim).tobytes() == want.tobytes(), isa
+            assert logits_of(looked_up, "cpu", n, dim).tobytes() == rows.tobytes(), isa
+        except UnsupportedError:
+            continue
+    assert logits_of(looked_up, "ref", n, dim).tobytes() == rows.tobytes()
+
+
+def test_every_code_of_fp8_and_fp4() -> None:
+    for name, codes, wanted in (
+        ("FP8", np.arange(256, dtype=np.uint8), e4m3(np.arange(256))),
+        ("FP4", np.arange(16, dtype=np.uint8) * 17, np.repeat(np.r_[E2M1, -E2M1], 2)),
+    ):
+        out, err = np.empty(wanted.size, np.float32), ffi.new("ds4_error *")
+        to = ffi.from_buffer("float[]", out, require_writable=True)
+        number = getattr(lib, f"DS4_{name}")
+        check(lib.ds4_format_dequant(number, ffi.from_buffer(codes), codes.size, 1, out.size, to, err), err)
+        assert np.array_equal(out, wanted, equal_nan=True)
+
+
+def test_scales_are_checked() -> None:
+    codes, scales, _ = scaled_weights("FP8", 128)
+    embed = np.ones((VOCAB, 128), np.float32)
+    for head, error, words in (
+        (("FP8", codes), ArgumentError, "0 bytes of scales"), (("FP8", codes, scales[:, :0]), ArgumentError, "of scales"),
+        (("FP8", codes | 127, scales), NonFiniteError, "no number"), (("FP8", codes, scales | 255), NonFiniteError, "no number"),
+        (("F32", embed, scales), ArgumentError, "1 bytes of scales"),
+    ):  # fmt: skip
+        with pytest.raises(error, match=words):
+            engine({"embed": ("F32", embed), "head": head}, "cpu", 128)
 
 
 def test_an_isa_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ import ds4
 GOLDEN = DATA / "golden.json"
 N = 700  # over a page, a split of 512 keys and the toy windows
 CASES = [(model, toy, kv) for model in ("llama", "llama3rope") for toy in ("plain", "both") for kv in KV_DTYPES]
-CASES += [(model, "plain", kv) for model in ("qwen3", "qwen3_moe", "gemma3") for kv in KV_DTYPES]
+CASES += [(model, "plain", kv) for model in ("qwen3", "qwen3_moe", "gemma3", "deepseek_v4") for kv in KV_DTYPES]
 
 
 def hashes(engine: ds4.Engine) -> dict[str, str]:

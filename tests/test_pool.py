@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 
 import pytest
-from oracle import KV_DTYPES, TOYS, WINDOWED, assert_same, feed, make_engine, settled, some_tokens, visible
+from oracle import KV_DTYPES, TOYS, WINDOWED, assert_same, feed, make_engine, room, settled, some_tokens, visible
 
 import ds4
 from ds4.errors import ArgumentError, ContextFull, PoolFull
@@ -181,7 +181,7 @@ def test_copy_on_write_needs_a_page():
 def test_a_batch_counts_the_pages_of_all_its_sessions(toy):
     """Each would fit alone; together they do not; nothing is computed for any of them, and they all keep what they
     had."""
-    engine = make_engine(toy=toy, reach_slack=16, pool_tokens=2000)
+    engine = make_engine(toy=toy, reach_slack=16, pool_tokens=room(toy, 2000))
     sessions = [engine.session() for _ in range(5)]
     for i, session in enumerate(sessions):
         session.eval(some_tokens(30, i))
@@ -371,7 +371,7 @@ def test_a_reserve_holds_in_a_full_pool(toy, steps, between):
 @every_toy
 def test_a_reserve_is_not_given_away_in_between(toy):
     """Others take every page that comes free after each step: the promise is not kept by luck."""
-    engine = make_engine(toy=toy, reach_slack=16, pool_tokens=2500)
+    engine = make_engine(toy=toy, reach_slack=16, pool_tokens=room(toy, 2500))
     session, hogs = engine.session(), []
     session.eval(some_tokens(50))
     session.reserve(1000)
@@ -394,7 +394,7 @@ def test_a_reserve_is_not_given_away_in_between(toy):
 
 @every_toy
 def test_a_fork_keeps_its_parents_reserve_or_is_refused(toy):
-    engine = make_engine(toy=toy, reach_slack=16, pool_tokens=3000)
+    engine = make_engine(toy=toy, reach_slack=16, pool_tokens=room(toy, 3000))
     session = engine.session()
     session.eval(some_tokens(100))
     session.reserve(1000)

@@ -65,7 +65,8 @@ def test_smaller_rows_cost_little(engine_of, model):
 
 
 @pytest.mark.parametrize(
-    "model, toy", [("llama", toy) for toy in TOYS if toy not in OTHERS] + [(model, "plain") for model in MODELS[1:]]
+    "model, toy",
+    [("llama", toy) for toy in TOYS if toy not in OTHERS] + [(m, "plain") for m in (*MODELS[1:], "deepseek_v4")],
 )
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_ref_and_cpu_are_equal_bit_for_bit(engine_of, model, toy, kv_dtype):

@@ -41,6 +41,16 @@ static inline __m256 bf16_8(const uint16_t *p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)), 16));
 }
 static inline v16 v_bf16(const uint16_t *p) { return (v16){bf16_8(p), bf16_8(p + 8)}; }
+/* Through binary16, as ds4_e4m3. */
+static inline __m256 e4m3_8(__m128i v) {
+  __m128i sign = _mm_slli_epi16(_mm_and_si128(v, _mm_set1_epi16(0x80)), 8),
+          rest = _mm_slli_epi16(_mm_and_si128(v, _mm_set1_epi16(0x7f)), 7);
+  return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(sign, rest)), _mm256_set1_ps(256.0f));
+}
+static inline v16 v_e4m3(const uint8_t *p) {
+  __m256i v = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(const void *)p));
+  return (v16){e4m3_8(_mm256_castsi256_si128(v)), e4m3_8(_mm256_extracti128_si256(v, 1))};
+}
 static inline __m256 i8_8(const int8_t *p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p)));
 }
@@ -152,7 +162,8 @@ INLINE vi dot_minimums(const uint8_t *scales, const int16_t *sum) {
 
 #include "kernels.inc.h"
 
-const ds4_kernels ds4_kernels_avx2 = {"avx2", k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu, k_attend};
+const ds4_kernels ds4_kernels_avx2 = {"avx2",   k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu,
+                                      k_attend, k_mix_in,   k_mix_out,      k_compress,     k_score,    k_attend_sparse};
 
 #if defined(__clang__)
 #pragma clang attribute pop

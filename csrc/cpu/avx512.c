@@ -29,6 +29,13 @@ static inline v16 v_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu
 static inline v16 v_bf16(const uint16_t *p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p)), 16));
 }
+/* Through binary16, as ds4_e4m3. */
+static inline v16 v_e4m3(const uint8_t *p) {
+  __m256i v = _mm256_cvtepu8_epi16(_mm_loadu_si128((const __m128i *)(const void *)p));
+  __m256i sign = _mm256_slli_epi16(_mm256_and_si256(v, _mm256_set1_epi16(0x80)), 8);
+  __m256i rest = _mm256_slli_epi16(_mm256_and_si256(v, _mm256_set1_epi16(0x7f)), 7);
+  return _mm512_mul_ps(_mm512_cvtph_ps(_mm256_or_si256(sign, rest)), _mm512_set1_ps(256.0f));
+}
 static inline v16 v_i8(const int8_t *p) {
   return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)));
 }
@@ -117,7 +124,8 @@ INLINE vi dot_minimums(const uint8_t *scales, const int16_t *sum) {
 
 #include "kernels.inc.h"
 
-const ds4_kernels ds4_kernels_avx512 = {"avx512", k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu, k_attend};
+const ds4_kernels ds4_kernels_avx512 = {"avx512", k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu,
+                                        k_attend, k_mix_in,   k_mix_out,      k_compress,     k_score,    k_attend_sparse};
 
 #if defined(__clang__)
 #pragma clang attribute pop

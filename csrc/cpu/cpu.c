@@ -3,21 +3,11 @@
 #include <stdlib.h>
 #include <string.h>
 
-#include "kernels.h"
-
-struct ds4_backend {
-  const ds4_kernels *k;
-  ds4_threads *threads;
-  ds4_quants quants;
-  uint64_t cap_quants; /* blocks */
-  float **scratch;     /* [threads] for attention */
-  uint64_t cap_scratch;
-  float *partial;
-  uint64_t cap_partial;
-};
+#include "cpu.h"
 
 struct ds4_weight {
   ds4_packed p;
+  ds4_matrix from; /* as the file has it; looked at again when it is mapped */
 };
 
 /* ---- opening ------------------------------------------------------------------------------------------------------------------------ */
@@ -83,45 +73,41 @@ static uint32_t cpu_threads(const ds4_backend *b) { return ds4_threads_count(b->
 static void cpu_begin(ds4_backend *b, ds4_poll poll, void *user) { ds4_threads_poll(b->threads, poll, user); }
 static void cpu_end(ds4_backend *b) { ds4_threads_poll(b->threads, NULL, NULL); }
 
-static int run(ds4_backend *b, uint32_t items, ds4_work work, void *ctx) {
+int ds4_cpu_run(ds4_backend *b, uint32_t items, ds4_work work, void *ctx) {
   ds4_threads_run(b->threads, items, work, ctx);
   return ds4_threads_stopped(b->threads) ? DS4_ECANCELLED : DS4_OK;
 }
 
 /* ---- weights ------------------------------------------------------------------------------------------------------------------------- */
 
-typedef struct packing {
-  const uint8_t *from;
-  uint64_t row_bytes;
-  const ds4_packed *to;
-} packing;
-
 static void pack_item(void *ctx, uint32_t group, uint32_t thread) {
-  const packing *c = ctx;
+  const ds4_weight *w = ctx;
   (void)thread;
-  ds4_pack_group(c->to, group, c->from, c->row_bytes);
+  ds4_pack_group(&w->p, group, &w->from);
 }
 
-static int cpu_weight_new(ds4_backend *b, int32_t format, uint64_t rows, uint64_t cols, const void *data, uint64_t nbytes, ds4_weight **out,
-                          ds4_error *err) {
+static int cpu_weight_new(ds4_backend *b, const ds4_matrix *m, ds4_weight **out, ds4_error *err) {
   ds4_weight *w = calloc(1, sizeof *w);
-  if (rows > UINT32_MAX - DS4_LANES || cols > UINT32_MAX || !w) {
+  if (m->rows > UINT32_MAX - DS4_LANES || m->cols > UINT32_MAX - DS4_FP8_TILE || !w) {
     free(w);
-    return ds4_fail(err, DS4_ENOMEM, (int64_t)rows, (int64_t)cols, "the system refused memory for a weight");
+    return ds4_fail(err, DS4_ENOMEM, (int64_t)m->rows, (int64_t)m->cols, "the system refused memory for a weight");
   }
-  w->p = (ds4_packed){
-      .format = format, .rows = (uint32_t)rows, .cols = (uint32_t)cols, .groups = (uint32_t)((rows + DS4_LANES - 1) / DS4_LANES)};
-  w->p.group_bytes = ds4_packed_group_bytes(format, cols);
+  w->from = *m;
+  w->p = (ds4_packed){.format = m->format == DS4_FP4 ? DS4_MXFP4 : m->format, .rows = (uint32_t)m->rows, .cols = (uint32_t)m->cols};
+  w->p.groups = (w->p.rows + DS4_LANES - 1) / DS4_LANES;
+  w->p.group_bytes = ds4_packed_group_bytes(w->p.format, m->cols);
+  *out = w;
+  if (m->mapped) return DS4_OK;
   w->p.bytes = w->p.group_bytes * w->p.groups;
   w->p.data = ds4_host_alloc(b, w->p.bytes);
   if (!w->p.data) {
     free(w);
-    return ds4_fail(err, DS4_ENOMEM, (int64_t)nbytes, 0,
-                    "the system refused %llu bytes for a weight; the model does not fit this machine's memory", (unsigned long long)nbytes);
+    *out = NULL;
+    return ds4_fail(err, DS4_ENOMEM, (int64_t)m->nbytes, 0,
+                    "the system refused %llu bytes for a weight; the model does not fit this machine's memory",
+                    (unsigned long long)m->nbytes);
   }
-  packing c = {.from = data, .row_bytes = nbytes / rows, .to = &w->p};
-  ds4_threads_run(b->threads, w->p.groups, pack_item, &c);
-  *out = w;
+  ds4_threads_run(b->threads, w->p.groups, pack_item, w);
   return DS4_OK;
 }
 
@@ -171,37 +157,52 @@ static int quantize(product *c, uint32_t cols) {
   q->stride = ds4_quants_stride(q->blocks);
   q->dq = q->d + blocks;
   q->sum = (int16_t *)(void *)(q->dq + blocks);
-  return run(c->b, (c->n + 7) / 8, quantize_item, c);
+  return ds4_cpu_run(c->b, (c->n + 7) / 8, quantize_item, c);
+}
+
+static void product_of(const product *c, const ds4_packed *p, uint32_t group, uint32_t groups, float *out) {
+  if (is_quant(p))
+    c->b->k->matmul_quant(p, group, groups, &c->b->quants, c->n, out);
+  else
+    c->b->k->matmul_float(p, group, groups, c->x, c->n, out);
 }
 
 static void product_item(void *ctx, uint32_t item, uint32_t thread) {
   const product *c = ctx;
-  (void)thread;
   uint32_t i = 0, first = item * c->step; /* items count through the groups of all matrices; each has whole items */
   for (; first >= (c->w[i]->p.groups + c->step - 1) / c->step * c->step; i++)
     first -= (c->w[i]->p.groups + c->step - 1) / c->step * c->step;
   const ds4_packed *p = &c->w[i]->p;
   uint32_t groups = ds4_min_u32(c->step, p->groups - first);
-  if (is_quant(p))
-    c->b->k->matmul_quant(p, first, groups, &c->b->quants, c->n, c->out[i]);
-  else
-    c->b->k->matmul_float(p, first, groups, c->x, c->n, c->out[i]);
+  if (!c->w[i]->from.mapped) {
+    product_of(c, p, first, groups, c->out[i]);
+    return;
+  }
+  ds4_packed one = *p;
+  one.data = (uint8_t *)c->b->scratch[thread];
+  for (one.first = first; one.first < first + groups; one.first++) {
+    ds4_pack_group(&one, one.first, &c->w[i]->from);
+    product_of(c, &one, one.first, 1, c->out[i]);
+  }
 }
 
 static int cpu_matmul(ds4_backend *b, const ds4_weight *const *w, float *const *out, uint32_t n_w, const float *x, uint32_t n) {
   product c = {.b = b, .w = w, .out = out, .x = x, .n_w = n_w, .n = n};
   uint32_t groups = 0, items = 0;
+  uint64_t mapped = 0; /* bytes of the largest group to pack */
   bool quant = false;
   for (uint32_t i = 0; i < n_w; i++) {
     groups += w[i]->p.groups;
     quant |= is_quant(&w[i]->p);
+    if (w[i]->from.mapped) mapped = w[i]->p.group_bytes > mapped ? w[i]->p.group_bytes : mapped;
   }
+  if (mapped && !ds4_cpu_memory(b, (mapped + 3) / 4, 0)) return DS4_ENOMEM;
   int status = quant ? quantize(&c, w[0]->p.cols) : DS4_OK;
   if (status) return status;
   c.step = groups / (ds4_threads_count(b->threads) * 8);
   c.step = c.step < 1 ? 1 : n > 8 ? ds4_min_u32(c.step, 4) : ds4_min_u32(c.step, 32);
   for (uint32_t i = 0; i < n_w; i++) items += (w[i]->p.groups + c.step - 1) / c.step;
-  return run(b, items, product_item, &c);
+  return ds4_cpu_run(b, items, product_item, &c);
 }
 
 /* ---- token by token --------------------------------------------------------------------------------------------------------------------- */
@@ -228,7 +229,7 @@ static void token_item(void *ctx, uint32_t item, uint32_t thread) {
   for (uint32_t t = item * TOKENS_PER_ITEM; t < c->n && t < (item + 1) * TOKENS_PER_ITEM; t++) c->work(c, t);
 }
 
-static int each_token(per_token *c) { return run(c->b, (c->n + TOKENS_PER_ITEM - 1) / TOKENS_PER_ITEM, token_item, c); }
+static int each_token(per_token *c) { return ds4_cpu_run(c->b, (c->n + TOKENS_PER_ITEM - 1) / TOKENS_PER_ITEM, token_item, c); }
 
 static void norm_token(const per_token *c, uint32_t t) {
   c->b->k->rms_norm(c->x + (uint64_t)t * c->width, c->weight, c->width, c->eps, c->out + (uint64_t)t * c->width);
@@ -273,6 +274,7 @@ typedef struct elements {
   float *out;
   uint64_t n;
   int kind;
+  float limit;
 } elements;
 
 #define ELEMENTS_PER_ITEM 16384u
@@ -286,7 +288,7 @@ static void glu_item(void *ctx, uint32_t item, uint32_t thread) {
   const elements *c = ctx;
   uint64_t from = (uint64_t)item * ELEMENTS_PER_ITEM;
   (void)thread;
-  c->b->k->glu(c->kind, c->x + from, c->y + from, elements_of(c, item), c->out + from);
+  c->b->k->glu(c->kind, c->limit, c->x + from, c->y + from, elements_of(c, item), c->out + from);
 }
 
 static void add_item(void *ctx, uint32_t item, uint32_t thread) {
@@ -298,11 +300,11 @@ static void add_item(void *ctx, uint32_t item, uint32_t thread) {
 }
 
 static int each_element(elements *c, ds4_work work) {
-  return run(c->b, (uint32_t)((c->n + ELEMENTS_PER_ITEM - 1) / ELEMENTS_PER_ITEM), work, c);
+  return ds4_cpu_run(c->b, (uint32_t)((c->n + ELEMENTS_PER_ITEM - 1) / ELEMENTS_PER_ITEM), work, c);
 }
 
-static int cpu_glu(ds4_backend *b, int kind, const float *gate, const float *up, uint64_t n, float *out) {
-  elements c = {.b = b, .x = gate, .y = up, .out = out, .n = n, .kind = kind};
+static int cpu_glu(ds4_backend *b, int kind, float limit, const float *gate, const float *up, uint64_t n, float *out) {
+  elements c = {.b = b, .x = gate, .y = up, .out = out, .n = n, .kind = kind, .limit = limit};
   return each_element(&c, glu_item);
 }
 
@@ -404,7 +406,7 @@ static void merge_partials(const attention *c) {
   }
 }
 
-static bool attend_memory(ds4_backend *b, uint64_t scratch, uint64_t partial) {
+bool ds4_cpu_memory(ds4_backend *b, uint64_t scratch, uint64_t partial) {
   for (uint32_t i = 0; scratch > b->cap_scratch && i < ds4_threads_count(b->threads); i++) {
     free(b->scratch[i]);
     if (!(b->scratch[i] = malloc(scratch * sizeof(float)))) {
@@ -435,8 +437,8 @@ static int cpu_attend(ds4_backend *b, const ds4_attend *a) {
   if (c.n_tiles * heads < ds4_threads_count(b->threads) * 4) c.splits = most;
   uint32_t tile_tokens = ds4_min_u32(c.tile_tokens, n);
   c.partial_floats = (uint64_t)tile_tokens * group * (2 + a->layout->part[a->value_part].width);
-  bool ok = attend_memory(b, ds4_attend_scratch(a, tile_tokens), c.splits > 1 ? c.partial_floats * c.n_tiles * heads * c.splits : 0);
-  int status = ok ? run(b, c.n_tiles * heads * c.splits, attend_item, &c) : DS4_ENOMEM;
+  bool ok = ds4_cpu_memory(b, ds4_attend_scratch(a, tile_tokens), c.splits > 1 ? c.partial_floats * c.n_tiles * heads * c.splits : 0);
+  int status = ok ? ds4_cpu_run(b, c.n_tiles * heads * c.splits, attend_item, &c) : DS4_ENOMEM;
   if (!status && c.splits > 1) merge_partials(&c);
   free(c.tile);
   return status;
@@ -472,4 +474,14 @@ const ds4_ops ds4_cpu_ops = {
     .clear = ds4_host_clear,
     .gather = ds4_host_gather,
     .scatter_add = ds4_host_scatter_add,
+    .add_rows = ds4_cpu_add_rows,
+    .rope_tail = ds4_cpu_rope_tail,
+    .compress = ds4_cpu_compress,
+    .pick = ds4_cpu_pick,
+    .attend_sparse = ds4_cpu_attend_sparse,
+    .round_fp8 = ds4_cpu_round_fp8,
+    .round_fp4 = ds4_cpu_round_fp4,
+    .mix_weights = ds4_cpu_mix_weights,
+    .mix_in = ds4_cpu_mix_in,
+    .mix_out = ds4_cpu_mix_out,
 };

@@ -6,7 +6,7 @@
 #include <string.h>
 #include <sys/mman.h>
 
-#include "../numeric.h"
+#include "../smallfloat.h"
 
 #define LARGE (64u << 10)
 
@@ -65,6 +65,13 @@ int ds4_host_scatter_add(ds4_backend *b, const float *x, const uint32_t *row, co
   return DS4_OK;
 }
 
+int ds4_host_add_rows(ds4_backend *b, float *x, const float *table, const uint32_t *row, uint32_t n, uint32_t width) {
+  (void)b;
+  for (uint32_t i = 0; i < n; i++, x += width)
+    for (uint32_t k = 0; k < width; k++) x[k] += table[(uint64_t)row[i] * width + k];
+  return DS4_OK;
+}
+
 /* ---- rows ----------------------------------------------------------------------------------------------------------------------- */
 
 /* Where number i (or scale i) of a row lies in a tile. */
@@ -72,10 +79,56 @@ static uint64_t at(const ds4_part *p, uint32_t rows, uint32_t row, uint32_t i, u
   return p->across ? (uint64_t)i * rows + row : (uint64_t)row * count + i;
 }
 
+/* One fp8 row: E4M3 numbers with a scale per block, then the tail as bf16. */
+static void fp8_write(const ds4_part *p, uint8_t *row, const float *x) {
+  uint32_t n = p->width - p->tail, block = 0;
+  uint8_t *scale = row + n, *tail = scale + (n + DS4_FP8_BLOCK - 1) / DS4_FP8_BLOCK;
+  for (uint32_t from = 0; from < n; from += DS4_FP8_BLOCK, block++) {
+    uint32_t count = ds4_min_u32(DS4_FP8_BLOCK, n - from);
+    scale[block] = ds4_fp8_scale(x + from, count);
+    float inverse = ds4_e8m0_inverse(scale[block]);
+    for (uint32_t i = from; i < from + count; i++) row[i] = ds4_to_e4m3(x[i] * inverse);
+  }
+  for (uint32_t i = 0; i < p->tail; i++) {
+    uint16_t half = ds4_to_bf16(x[n + i]);
+    memcpy(tail + 2ull * i, &half, 2);
+  }
+}
+
+static void fp8_read(const ds4_part *p, const uint8_t *row, float *out) {
+  uint32_t n = p->width - p->tail;
+  const uint8_t *scale = row + n, *tail = scale + (n + DS4_FP8_BLOCK - 1) / DS4_FP8_BLOCK;
+  for (uint32_t i = 0; i < n; i++) out[i] = ds4_e4m3(row[i]) * ds4_e8m0(scale[i / DS4_FP8_BLOCK]);
+  for (uint32_t i = 0; i < p->tail; i++) {
+    uint16_t half;
+    memcpy(&half, tail + 2ull * i, 2);
+    out[n + i] = ds4_bf16(half);
+  }
+}
+
+/* One fp4 row: two numbers a byte, then a scale per block. */
+static void fp4_write(const ds4_part *p, uint8_t *row, const float *x) {
+  uint8_t *scale = row + p->width / 2;
+  memset(row, 0, p->width / 2);
+  for (uint32_t from = 0; from < p->width; from += DS4_FP4_BLOCK) {
+    uint32_t count = ds4_min_u32(DS4_FP4_BLOCK, p->width - from);
+    uint8_t s = scale[from / DS4_FP4_BLOCK] = ds4_fp4_scale(x + from, count);
+    float inverse = ds4_e8m0_inverse(s);
+    for (uint32_t i = from; i < from + count; i++) row[i / 2] |= (uint8_t)(ds4_to_e2m1(x[i] * inverse) << 4 * (i % 2));
+  }
+}
+
+static void fp4_read(const ds4_part *p, const uint8_t *row, float *out) {
+  for (uint32_t i = 0; i < p->width; i++)
+    out[i] = ds4_e2m1(row[i / 2] >> 4 * (i % 2) & 15u) * ds4_e8m0(row[p->width / 2 + i / DS4_FP4_BLOCK]);
+}
+
 static void vector_write(const ds4_part *p, uint32_t rows, uint8_t *tile, uint32_t row, const float *x) {
   uint16_t *half = (uint16_t *)(void *)tile;
   int8_t *byte = (int8_t *)tile;
   uint16_t *scale = (uint16_t *)(void *)(tile + (uint64_t)p->width * rows);
+  if (p->type == DS4_KV_FP8) fp8_write(p, tile + row * (p->tile_bytes / rows), x);
+  if (p->type == DS4_KV_FP4) fp4_write(p, tile + row * (p->tile_bytes / rows), x);
   if (p->type == DS4_KV_F32)
     for (uint32_t i = 0; i < p->width; i++) ((float *)(void *)tile)[at(p, rows, row, i, p->width)] = x[i];
   if (p->type == DS4_KV_F16)
@@ -93,7 +146,9 @@ void ds4_vector_read(const ds4_part *p, uint32_t rows, const uint8_t *tile, uint
   const uint16_t *half = (const uint16_t *)(const void *)tile;
   const int8_t *byte = (const int8_t *)tile;
   const uint16_t *scale = (const uint16_t *)(const void *)(tile + (uint64_t)p->width * rows);
-  for (uint32_t i = 0; i < p->width; i++) {
+  if (p->type == DS4_KV_FP8) fp8_read(p, tile + row * (p->tile_bytes / rows), out);
+  if (p->type == DS4_KV_FP4) fp4_read(p, tile + row * (p->tile_bytes / rows), out);
+  for (uint32_t i = 0; i < p->width && p->type <= DS4_KV_Q8_0; i++) {
     uint64_t k = at(p, rows, row, i, p->width);
     if (p->type == DS4_KV_F32) out[i] = ((const float *)(const void *)tile)[k];
     if (p->type == DS4_KV_F16) out[i] = ds4_f16(half[k]);

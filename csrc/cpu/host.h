@@ -11,6 +11,7 @@ int ds4_host_wait(ds4_backend *b);
 
 int ds4_host_scale(ds4_backend *b, float *x, float factor, uint64_t n);
 int ds4_host_clear(ds4_backend *b, float *x, uint64_t n);
+int ds4_host_add_rows(ds4_backend *b, float *x, const float *table, const uint32_t *row, uint32_t n, uint32_t width);
 int ds4_host_gather(ds4_backend *b, const float *x, const uint32_t *row, uint32_t n, uint32_t width, float *out);
 int ds4_host_scatter_add(ds4_backend *b, const float *x, const uint32_t *row, const float *weight, uint32_t n, uint32_t width, float *out);
 

@@ -3,6 +3,7 @@
 #define DS4_KERNELS_H
 
 #include "../formats.h"
+#include "../smallfloat.h"
 #include "host.h"
 
 #define DS4_LANES 16u /* rows of a group of packed weights, and lanes of every vector */
@@ -20,10 +21,14 @@
  *   body         the plane of the codes' low bits | the plane of the high bits, if there are
  *
  * A plane holds b of 8, 4, 2, 1 bits of every code in b vectors of 64 bytes, four to a row. Step j of a body is weight 4 j .. 4 j + 3 of all rows: vector
- * j % b, in each byte the b bits from bit j / b * b on. So every step is a load, a shift and a mask. Q8_0 is stored signed. */
+ * j % b, in each byte the b bits from bit j / b * b on. So every step is a load, a shift and a mask. Q8_0 is stored signed.
+ *
+ * FP8 is a float format with the scales of the group's 128-column blocks, in whole lines of 16, before it. FP4 is packed as MXFP4, which has the same
+ * numbers. A mapped matrix stays as the file has it, and a thread packs the groups that it needs into memory of its own: `first` is the first group that
+ * lies in `data`. */
 typedef struct ds4_packed {
   int32_t format;
-  uint32_t rows, cols, groups;
+  uint32_t rows, cols, groups, first;
   uint64_t group_bytes, bytes;
   uint8_t *data;
 } ds4_packed;
@@ -37,9 +42,10 @@ static inline __attribute__((always_inline)) ds4_pack ds4_pack_of(ds4_shape f) {
   return (ds4_pack){.per = f.sub ? 8 : 1, .scales = scales, .head = scales + (f.sub ? 256 : 0), .body = 64 * (f.low + f.high)};
 }
 
+static inline uint32_t ds4_fp8_head(uint32_t cols) { return ((cols + DS4_FP8_TILE - 1) / DS4_FP8_TILE + 15) / 16 * 16; }
 uint64_t ds4_packed_group_bytes(int32_t format, uint64_t cols);
-/* Packs one group of `data`, the rows as they lie in a file. */
-void ds4_pack_group(const ds4_packed *w, uint32_t group, const uint8_t *data, uint64_t row_bytes);
+/* Packs one group of a matrix as it lies in a file. */
+void ds4_pack_group(const ds4_packed *w, uint32_t group, const ds4_matrix *from);
 /* One row as numbers, the same as ds4_format_floats gives of the file's. */
 void ds4_unpack_row(const ds4_packed *w, uint32_t row, float *out);
 
@@ -67,8 +73,14 @@ typedef struct ds4_kernels {
   void (*matmul_float)(const ds4_packed *w, uint32_t group, uint32_t groups, const float *x, uint32_t n, float *out);
   void (*matmul_quant)(const ds4_packed *w, uint32_t group, uint32_t groups, const ds4_quants *x, uint32_t n, float *out);
   void (*rms_norm)(const float *x, const float *weight, uint32_t width, float eps, float *out);
-  void (*glu)(int kind, const float *gate, const float *up, uint64_t n, float *out);
+  void (*glu)(int kind, float limit, const float *gate, const float *up, uint64_t n, float *out);
   void (*attend)(const ds4_attend_item *item, float *scratch);
+  /* sparse.inc.h, each for one token or window */
+  void (*mix_in)(const float *h, const float *m, uint32_t streams, uint32_t width, float *out);
+  void (*mix_out)(float *h, const float *y, const float *m, uint32_t streams, uint32_t width);
+  void (*compress)(const ds4_compress *c, uint32_t window);
+  void (*score)(const ds4_pick *p, uint32_t from, uint32_t to, uint32_t row, uint32_t end, float *score, uint32_t stride, float *scratch);
+  void (*attend_sparse)(const ds4_attend_sparse *a, uint32_t token, uint32_t head, float *scratch);
 } ds4_kernels;
 
 /* Floats of scratch that one thread needs for attend. */
@@ -77,6 +89,17 @@ uint64_t ds4_attend_scratch(const ds4_attend *a, uint32_t n_tokens);
 void ds4_attend_merge(float *into, const float *next, uint32_t width);
 
 static inline uint32_t ds4_lanes_up(uint32_t n) { return (n + DS4_LANES - 1) / DS4_LANES * DS4_LANES; }
+
+/* Floats of scratch for one item of `score`: keys, products; and of `attend_sparse`: queries, products, values, probabilities, results. */
+static inline uint64_t ds4_score_scratch(const ds4_pick *p) {
+  uint64_t width = p->layout->part[p->part].width;
+  return (width + p->heads) * DS4_KEY_BLOCK;
+}
+static inline uint64_t ds4_sparse_scratch(const ds4_attend_sparse *a) {
+  uint64_t width = a->layout->part[0].width, padded = ds4_lanes_up((uint32_t)width);
+  uint64_t p = 16 * DS4_KEY_BLOCK > 2 + padded ? 16 * DS4_KEY_BLOCK : 2 + padded;
+  return width * 16 + 16 * DS4_KEY_BLOCK + padded * DS4_KEY_BLOCK + p + 16 * padded + 16 * (2 + padded) + 32;
+}
 
 extern const ds4_kernels ds4_kernels_scalar;
 #if defined(__x86_64__)

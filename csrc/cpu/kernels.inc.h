@@ -58,7 +58,7 @@ INLINE v16 load_weight(int32_t format, const uint8_t *p) {
 INLINE void float_tile(int32_t format, const ds4_packed *w, uint32_t group, const int g, const float *x, uint64_t token, const int t,
                        float *out) {
   uint32_t step = DS4_LANES * (format == DS4_F32 ? 4 : 2);
-  const uint8_t *p = w->data + group * w->group_bytes;
+  const uint8_t *p = w->data + (group - w->first) * w->group_bytes;
   v16 acc[8];
   for (int i = 0; i < g * t; i++) acc[i] = v_zero();
   for (uint32_t k = 0; k < w->cols; k++, p += step)
@@ -81,9 +81,13 @@ INLINE void float_groups(int32_t format, const ds4_packed *w, uint32_t group, ui
   }
 }
 
+static void fp8_groups(const ds4_packed *w, uint32_t group, uint32_t groups, const float *x, uint32_t n, float *out); /* sparse.inc.h */
+
 static void k_matmul_float(const ds4_packed *w, uint32_t group, uint32_t groups, const float *x, uint32_t n, float *out) {
   if (w->format == DS4_MXFP4)
     fp4_groups(w, group, groups, x, n, out);
+  else if (w->format == DS4_FP8)
+    fp8_groups(w, group, groups, x, n, out);
   else if (w->format == DS4_F32)
     float_groups(DS4_F32, w, group, groups, x, n, out);
   else if (w->format == DS4_F16)
@@ -102,8 +106,11 @@ static void k_rms_norm(const float *x, const float *weight, uint32_t width, floa
   v_store(lane, acc);
   for (uint32_t i = whole; i < width; i++) lane[i % 16] = fmaf(x[i], x[i], lane[i % 16]);
   float scale = 1.0f / sqrtf(ds4_lane_sum(lane) / (float)width + eps);
-  for (uint32_t i = 0; i < whole; i += 16) v_store(out + i, v_mul(v_mul(v_load(x + i), v_set1(scale)), v_load(weight + i)));
-  for (uint32_t i = whole; i < width; i++) out[i] = x[i] * scale * weight[i];
+  for (uint32_t i = 0; i < whole; i += 16) {
+    v16 y = v_mul(v_load(x + i), v_set1(scale));
+    v_store(out + i, weight ? v_mul(y, v_load(weight + i)) : y);
+  }
+  for (uint32_t i = whole; i < width; i++) out[i] = weight ? x[i] * scale * weight[i] : x[i] * scale;
 }
 
 /* gate / (1 + exp(-y)) * up, where y is gate (SiLU) or its GELU polynomial */
@@ -112,10 +119,18 @@ INLINE v16 glu_lanes(int kind, v16 g, v16 up) {
   return v_mul(v_div(g, v_add(v_set1(1.0f), v_exp(v_sub(v_set1(-0.0f), y)))), up);
 }
 
-static void k_glu(int kind, const float *gate, const float *up, uint64_t n, float *out) {
+static void k_glu(int kind, float limit, const float *gate, const float *up, uint64_t n, float *out) {
   uint64_t i = 0;
-  for (; i + 16 <= n; i += 16) v_store(out + i, glu_lanes(kind, v_load(gate + i), v_load(up + i)));
-  for (; i < n; i++) out[i] = (kind == DS4_GELU ? ds4_gelu(gate[i]) : ds4_silu(gate[i])) * up[i];
+  for (; i + 16 <= n; i += 16) {
+    v16 g = v_load(gate + i), u = v_load(up + i), most = v_set1(limit), least = v_set1(-limit);
+    if (kind == DS4_SILU_CLAMPED) {
+      g = v_below(most, g, most, g);
+      u = v_below(most, u, most, u);
+      u = v_below(u, least, least, u);
+    }
+    v_store(out + i, glu_lanes(kind, g, u));
+  }
+  for (; i < n; i++) out[i] = ds4_glu(kind, limit, gate[i], up[i]);
 }
 
 /* ---- attention ----------------------------------------------------------------------------------------------------------------------- */
@@ -133,12 +148,12 @@ typedef struct tile {
 } tile;
 
 /* 64 keys from row `block` on. Rows that were never written may be read here; their lanes are blended away. */
-static void load_keys(const ds4_attend_item *it, const ds4_view *view, uint32_t block, uint32_t from, uint32_t to, float *key) {
-  const ds4_layout *l = it->a->layout;
-  const ds4_part *p = &l->part[0];
+static void load_keys(const ds4_layout *l, uint32_t layer, uint32_t part, uint32_t head, const ds4_view *view, uint32_t block,
+                      uint32_t from, uint32_t to, float *key) {
+  const ds4_part *p = &l->part[part];
   uint32_t rows = l->page_rows;
   for (uint32_t r = from / rows * rows; r < to; r += rows) {
-    const uint8_t *tile_at = ds4_page_tile(l, ds4_view_page(view, l, r), it->a->layer, 0, it->kv);
+    const uint8_t *tile_at = ds4_page_tile(l, ds4_view_page(view, l, r), layer, part, head);
     const uint16_t *scale = (const uint16_t *)(const void *)(tile_at + (uint64_t)p->width * rows);
     float *to_key = key + (r - block);
     for (uint32_t d = 0; d < p->width; d++)
@@ -278,7 +293,7 @@ static void attend_block(const ds4_attend_item *it, const tile *t, const ds4_vie
       last = ds4_max_u32(last, to);
     }
   if (first >= last) return;
-  load_keys(it, view, block, block + first, block + last, t->key);
+  load_keys(it->a->layout, it->a->layer, 0, it->kv, view, block, block + first, block + last, t->key);
   load_values(it, view, block, block + first, block + last, t->padded, t->val);
   for (uint32_t r = 0; r < t->rows;) {
     uint32_t end_from, end_to;
@@ -345,3 +360,5 @@ static void k_attend(const ds4_attend_item *it, float *scratch) {
     for (uint32_t i = 0; i < t.value; i++) out[i] = all[0] == -INFINITY && all[1] == 0.0f ? 0.0f : all[2 + i] * inverse;
   }
 }
+
+#include "sparse.inc.h"

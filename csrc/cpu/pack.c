@@ -1,5 +1,8 @@
 /* Weights in the layout of the kernels (kernels.h draws it): packing at load, and one row back as numbers. */
 #include <string.h>
+#if defined(__x86_64__)
+#include <emmintrin.h>
+#endif
 
 #include "../formats.h"
 #include "kernels.h"
@@ -7,6 +10,7 @@
 uint64_t ds4_packed_group_bytes(int32_t format, uint64_t cols) {
   ds4_shape f = ds4_shape_of(format);
   ds4_pack p = ds4_pack_of(f);
+  if (format == DS4_FP8) return ds4_fp8_head((uint32_t)cols) + cols * DS4_LANES;
   if (!f.low) return cols * ds4_format_find(format)->bytes * DS4_LANES;
   return cols / (32 * p.per) * (p.head + (uint64_t)p.per * p.body);
 }
@@ -67,17 +71,74 @@ static void pack_row(const ds4_packed *w, const ds4_format_info *info, const uin
   }
 }
 
-void ds4_pack_group(const ds4_packed *w, uint32_t group, const uint8_t *data, uint64_t row_bytes) {
-  const ds4_format_info *info = ds4_format_find(w->format);
+/* 16 bytes of a row of FP4 as 16 bytes of a plane: two columns to a byte there, columns 16 apart here. */
+static void fp4_line(const uint8_t *from, uint8_t *line) {
+  for (uint32_t i = 0; i < 8; i++) {
+    line[2 * i] = (uint8_t)((from[i] & 15) | from[i + 8] << 4);
+    line[2 * i + 1] = (uint8_t)(from[i] >> 4 | (from[i + 8] & 0xf0));
+  }
+}
+
+static void pack_fp4(const ds4_packed *w, const uint8_t *from, const uint8_t *scale, uint32_t r, uint8_t *to) {
+  for (uint64_t k = 0; k < w->cols; k += 32, from += 16, to += 256) {
+    uint8_t line[16];
+    fp4_line(from, line);
+    to[r] = *scale++;
+    to += DS4_LANES;
+    for (uint32_t v = 0; v < 4; v++) memcpy(to + 64 * v + 4 * r, line + 4 * v, 4);
+  }
+}
+
+#if defined(__x86_64__)
+static __m128i fp4_line_sse2(const uint8_t *from) {
+  const __m128i mask = _mm_set1_epi8(15);
+  __m128i a = _mm_loadl_epi64((const __m128i *)(const void *)from), b = _mm_loadl_epi64((const __m128i *)(const void *)(from + 8));
+  __m128i even = _mm_or_si128(_mm_and_si128(a, mask), _mm_slli_epi16(_mm_and_si128(b, mask), 4));
+  __m128i odd = _mm_or_si128(_mm_and_si128(_mm_srli_epi16(a, 4), mask), _mm_andnot_si128(mask, b));
+  return _mm_unpacklo_epi8(even, odd);
+}
+
+/* The same for rows r .. r + 3: experts are packed anew for every product, so this one is worth the instructions that every x86-64 has. */
+static void pack_fp4_four(const ds4_packed *w, const uint8_t *from, uint64_t row_bytes, const uint8_t *scale, uint32_t r, uint8_t *to) {
+  const uint64_t scales = w->cols / DS4_FP4_BLOCK;
+  for (uint64_t k = 0; k < scales; k++, from += 16, to += DS4_LANES + 256) {
+    __m128i row[4];
+    for (uint32_t i = 0; i < 4; i++) {
+      row[i] = fp4_line_sse2(from + i * row_bytes);
+      to[r + i] = scale[i * scales + k];
+    }
+    __m128i low01 = _mm_unpacklo_epi32(row[0], row[1]), low23 = _mm_unpacklo_epi32(row[2], row[3]);
+    __m128i high01 = _mm_unpackhi_epi32(row[0], row[1]), high23 = _mm_unpackhi_epi32(row[2], row[3]);
+    __m128i step[4] = {_mm_unpacklo_epi64(low01, low23), _mm_unpackhi_epi64(low01, low23), _mm_unpacklo_epi64(high01, high23),
+                       _mm_unpackhi_epi64(high01, high23)};
+    for (uint32_t v = 0; v < 4; v++) _mm_storeu_si128((__m128i *)(void *)(to + DS4_LANES + 64 * v + 4 * r), step[v]);
+  }
+}
+#endif
+
+void ds4_pack_group(const ds4_packed *w, uint32_t group, const ds4_matrix *from) {
+  const ds4_format_info *info = ds4_format_find(from->format);
+  uint64_t row_bytes = from->nbytes / from->rows, blocks = (w->cols + DS4_FP8_TILE - 1) / DS4_FP8_TILE;
   uint32_t rows = ds4_min_u32(DS4_LANES, w->rows - group * DS4_LANES);
-  uint8_t *to = w->data + group * w->group_bytes;
-  memset(to, 0, w->group_bytes);
-  for (uint32_t r = 0; r < rows; r++) {
-    const uint8_t *from = data + ((uint64_t)group * DS4_LANES + r) * row_bytes;
-    if (info->floats)
-      pack_floats(w, info->bytes, from, r, to);
+  uint8_t *to = w->data + (group - w->first) * w->group_bytes;
+  if (rows < DS4_LANES || from->format != DS4_FP4) memset(to, 0, w->group_bytes); /* bits are or-ed in; whole groups of FP4 are stored */
+  if (from->format == DS4_FP8) memcpy(to, from->scales + group * DS4_LANES / DS4_FP8_TILE * blocks, blocks);
+  uint32_t r = 0;
+#if defined(__x86_64__)
+  for (; from->format == DS4_FP4 && r + 4 <= rows; r += 4) {
+    uint64_t row = (uint64_t)group * DS4_LANES + r;
+    pack_fp4_four(w, from->data + row * row_bytes, row_bytes, from->scales + row * (w->cols / DS4_FP4_BLOCK), r, to);
+  }
+#endif
+  for (; r < rows; r++) {
+    uint64_t row = (uint64_t)group * DS4_LANES + r;
+    const uint8_t *at = from->data + row * row_bytes;
+    if (from->format == DS4_FP4)
+      pack_fp4(w, at, from->scales + row * (w->cols / DS4_FP4_BLOCK), r, to);
+    else if (info->floats)
+      pack_floats(w, info->bytes, at, r, to + (from->format == DS4_FP8 ? ds4_fp8_head(w->cols) : 0));
     else
-      pack_row(w, info, from, r, to);
+      pack_row(w, info, at, r, to);
   }
 }
 
@@ -131,6 +192,9 @@ void ds4_unpack_row(const ds4_packed *p, uint32_t row, float *out) {
     unpack_quants(p, at, r, out);
     return;
   }
+  const uint8_t *fp8 = at + ds4_fp8_head(p->cols) + r;
+  for (uint32_t k = 0; p->format == DS4_FP8 && k < p->cols; k++)
+    out[k] = ds4_e4m3(fp8[(uint64_t)k * DS4_LANES]) * ds4_e8m0(at[k / DS4_FP8_TILE]);
   for (uint32_t k = 0; p->format == DS4_F32 && k < p->cols; k++) memcpy(out + k, at + (k * DS4_LANES + r) * 4ull, 4);
   for (uint32_t k = 0; p->format == DS4_F16 && k < p->cols; k++) out[k] = ds4_f16(ds4_load_u16(at + (k * DS4_LANES + r) * 2ull));
   for (uint32_t k = 0; p->format == DS4_BF16 && k < p->cols; k++) out[k] = ds4_bf16(ds4_load_u16(at + (k * DS4_LANES + r) * 2ull));

@@ -43,7 +43,7 @@ INLINE void quant_tile(int32_t format, const ds4_packed *w, uint32_t piece, cons
                        float *out) {
   const ds4_shape f = ds4_shape_of(format);
   const ds4_pack pack = ds4_pack_of(f);
-  const uint8_t *p = w->data + piece / PIECES * w->group_bytes;
+  const uint8_t *p = w->data + (piece / PIECES - w->first) * w->group_bytes;
   const uint32_t first = piece % PIECES * VB_ROWS;
   uint64_t at = token * x->stride, end = at + x->blocks;
   vq acc[PIECES * DOT_TILE] = {0};
@@ -56,6 +56,7 @@ INLINE void quant_tile(int32_t format, const ds4_packed *w, uint32_t piece, cons
         vq scale = q_f16(head + 2 * (first + q * VB_ROWS)), minimum = {0};
         if (f.minimum) minimum = q_f16(head + 32 + 2 * (first + q * VB_ROWS));
         if (f.sub) minimum = -minimum;
+        if (f.eighth) scale *= 0.125f;
         if (f.sub == 32) {
           scale *= __builtin_convertvector(vi_bytes(sc), vq);
           minimum *= __builtin_convertvector(vi_bytes(sc + 16), vq);
@@ -99,6 +100,7 @@ static void k_matmul_quant(const ds4_packed *w, uint32_t group, uint32_t groups,
     CASE(DS4_Q4_K);
     CASE(DS4_Q5_K);
     CASE(DS4_Q6_K);
+    CASE(DS4_IQ2_XXS);
     CASE(DS4_IQ4_NL);
 #undef CASE
   }
@@ -121,7 +123,7 @@ INLINE void fp4_tile(const ds4_packed *w, uint32_t piece, const int g, const flo
   for (uint32_t k = 0; k < w->cols; k += 32, at += pack.head + pack.body) {
     const uint8_t *p[4];
     UNROLL for (int q = 0; q < g; q++) {
-      const uint8_t *head = w->data + (piece + q) / PIECES * w->group_bytes + at;
+      const uint8_t *head = w->data + ((piece + q) / PIECES - w->first) * w->group_bytes + at;
       scale[q] = q_e8m0(head + (piece + q) % PIECES * VB_ROWS);
       p[q] = head + pack.head + (piece + q) % PIECES * VB_BYTES;
     }

@@ -1,11 +1,12 @@
 /* Backend "ref": plain scalar C, one thread, weights read where the file has them. It defines what every op computes, down to the order of
  * operations; the other backends are tested against it bit for bit. Written to be read, not to be fast. */
-#include "host.h"
+#include "ref.h"
 
 #include <stdlib.h>
 #include <string.h>
 
 #include "../formats.h"
+#include "../smallfloat.h"
 
 struct ds4_backend {
   ds4_poll poll;
@@ -15,7 +16,7 @@ struct ds4_backend {
 struct ds4_weight {
   const ds4_format_info *format;
   uint64_t rows, cols, row_bytes;
-  const uint8_t *data;
+  const uint8_t *data, *scales;
 };
 
 static int ref_open(int32_t threads, ds4_backend **out, ds4_error *err) {
@@ -35,16 +36,17 @@ static void ref_begin(ds4_backend *b, ds4_poll poll, void *user) {
 
 static void ref_end(ds4_backend *b) { b->poll = NULL; }
 
-static bool stop(ds4_backend *b) { return b->poll && b->poll(b->user); }
+bool ds4_ref_stop(ds4_backend *b) { return b->poll && b->poll(b->user); }
 
 /* ---- weights --------------------------------------------------------------------------------------------------------------------- */
 
-static int ref_weight_new(ds4_backend *b, int32_t format, uint64_t rows, uint64_t cols, const void *data, uint64_t nbytes, ds4_weight **out,
-                          ds4_error *err) {
+static int ref_weight_new(ds4_backend *b, const ds4_matrix *m, ds4_weight **out, ds4_error *err) {
   (void)b;
   ds4_weight *w = calloc(1, sizeof *w);
   if (!w) return ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for a weight");
-  *w = (ds4_weight){.format = ds4_format_find(format), .rows = rows, .cols = cols, .row_bytes = nbytes / rows, .data = data};
+  *w = (ds4_weight){.format = ds4_format_find(m->format), .rows = m->rows, .cols = m->cols, .row_bytes = m->nbytes / m->rows};
+  w->data = m->data;
+  w->scales = m->scales;
   *out = w;
   return DS4_OK;
 }
@@ -54,6 +56,14 @@ static uint64_t ref_weight_bytes(const ds4_weight *w) { return (void)w, 0; }
 
 static void row_floats(const ds4_weight *w, uint64_t row, float *out) {
   ds4_format_floats(w->format, w->data + row * w->row_bytes, w->cols, out);
+  if (!w->scales) return;
+  if (w->format->format == DS4_FP8) {
+    const uint8_t *scale = w->scales + row / DS4_FP8_TILE * ((w->cols + DS4_FP8_TILE - 1) / DS4_FP8_TILE);
+    for (uint64_t k = 0; k < w->cols; k++) out[k] *= ds4_e8m0(scale[k / DS4_FP8_TILE]);
+    return;
+  }
+  const uint8_t *scale = w->scales + row * (w->cols / DS4_FP4_BLOCK); /* doubled numbers times halved scales, as MXFP4 */
+  for (uint64_t k = 0; k < w->cols; k++) out[k] = 2.0f * out[k] * ds4_e8m0_half(scale[k / DS4_FP4_BLOCK]);
 }
 
 static int ref_embed(ds4_backend *b, const ds4_weight *w, const int32_t *ids, uint32_t n, float *out) {
@@ -106,7 +116,7 @@ static int32_t sum_16(const int8_t *a) {
 
 /* Integer weights: in every block of 32 an exact integer sum, then one chain over the blocks. dx is the scale of the activations, dq = dx * their sum.
  *
- *   sum = fma(d * dx, isum, sum)            then with a minimum    sum = fma(m, dq, sum)
+ *   sum = fma(d * dx, isum, sum)            then with a minimum    sum = fma(m, dq, sum)          (IQ2_XXS: d is an eighth of the scale)
  *
  * Sub-blocks of 32 bring an integer scale and minimum, d * sc and -m * mn are exact and stand for d and m. Of two sub-blocks of 16 the integer
  * sums are combined before: isum = sc0 * isum0 + sc1 * isum1, below 2^24 and so exact as a float, msum = mn0 * sum0 + mn1 * sum1, and
@@ -116,7 +126,7 @@ static float dot_quant(const quant_row *w, uint64_t cols, const quant *x) {
   for (uint64_t k = 0; k < cols; k += 32) {
     const ds4_block *b = &w->blocks[k / w->block];
     const int8_t *v = w->value + k, *q = x->q + k;
-    float d = ds4_f16(b->d), m = ds4_f16(b->m), dx = x->d[k / 32], dq = x->dq[k / 32];
+    float d = w->shape.eighth ? ds4_f16(b->d) * 0.125f : ds4_f16(b->d), m = ds4_f16(b->m), dx = x->d[k / 32], dq = x->dq[k / 32];
     uint64_t s = w->shape.sub ? k % w->block / w->shape.sub : 0;
     if (w->shape.sub == 16) {
       sum = fmaf(d * dx, (float)(b->sc[s] * dot_16(v, q) + b->sc[s + 1] * dot_16(v + 16, q + 16)), sum);
@@ -136,7 +146,7 @@ static int matmul_float(ds4_backend *b, const ds4_weight *w, float *out, const f
   for (uint64_t r = 0; !status && r < w->rows; r++) {
     row_floats(w, r, row);
     for (uint32_t t = 0; t < n; t++) out[t * w->rows + r] = dot_float(row, x + t * w->cols, w->cols);
-    if (stop(b)) status = DS4_ECANCELLED;
+    if (ds4_ref_stop(b)) status = DS4_ECANCELLED;
   }
   free(row);
   return status;
@@ -157,7 +167,7 @@ static int matmul_quant(ds4_backend *b, const ds4_weight *w, float *out, const f
       quant one = {q + t * w->cols, d + t * blocks, d + (n + t) * blocks};
       out[t * w->rows + r] = dot_quant(&row, w->cols, &one);
     }
-    if (stop(b)) status = DS4_ECANCELLED;
+    if (ds4_ref_stop(b)) status = DS4_ECANCELLED;
   }
   free(row.blocks);
   free(row.value);
@@ -182,7 +192,7 @@ static int ref_rms_norm(ds4_backend *b, const float *x, const float *weight, uin
     float lane[16] = {0};
     for (uint32_t i = 0; i < width; i++) lane[i % 16] = fmaf(x[i], x[i], lane[i % 16]);
     float scale = 1.0f / sqrtf(ds4_lane_sum(lane) / (float)width + eps);
-    for (uint32_t i = 0; i < width; i++) out[i] = x[i] * scale * weight[i];
+    for (uint32_t i = 0; i < width; i++) out[i] = weight ? x[i] * scale * weight[i] : x[i] * scale;
   }
   return DS4_OK;
 }
@@ -204,9 +214,9 @@ static int ref_rope(ds4_backend *b, float *x, const uint32_t *pos, uint32_t n, u
   return DS4_OK;
 }
 
-static int ref_glu(ds4_backend *b, int kind, const float *gate, const float *up, uint64_t n, float *out) {
+static int ref_glu(ds4_backend *b, int kind, float limit, const float *gate, const float *up, uint64_t n, float *out) {
   (void)b;
-  for (uint64_t i = 0; i < n; i++) out[i] = (kind == DS4_GELU ? ds4_gelu(gate[i]) : ds4_silu(gate[i])) * up[i];
+  for (uint64_t i = 0; i < n; i++) out[i] = ds4_glu(kind, limit, gate[i], up[i]);
   return DS4_OK;
 }
 
@@ -228,10 +238,6 @@ static int ref_rows_write(ds4_backend *b, const ds4_layout *l, uint32_t layer, u
 
 /* ---- attention -------------------------------------------------------------------------------------------------------------------- */
 
-typedef struct partial { /* online softmax over some keys: maximum, sum of exponentials, weighted sum of values */
-  float max, sum, *out;
-} partial;
-
 typedef struct head {
   const ds4_attend *a;
   const ds4_view *view;
@@ -240,7 +246,7 @@ typedef struct head {
 } head;
 
 /* One block of at most 64 keys, rows [from, to). */
-static void attend_block(const head *h, uint32_t from, uint32_t to, partial *acc, float *row) {
+static void attend_block(const head *h, uint32_t from, uint32_t to, ds4_partial *acc, float *row) {
   const ds4_layout *l = h->a->layout;
   const ds4_part *key = &l->part[0], *value = &l->part[h->a->value_part];
   float p[DS4_KEY_BLOCK], lane[16] = {0}, top = acc->max;
@@ -266,8 +272,7 @@ static void attend_block(const head *h, uint32_t from, uint32_t to, partial *acc
   acc->max = top;
 }
 
-/* Adds the partial result of a later split to that of the earlier ones. */
-static void merge(partial *into, const partial *next, uint32_t width, bool first) {
+void ds4_ref_merge(ds4_partial *into, const ds4_partial *next, uint32_t width, bool first) {
   if (first) {
     into->max = next->max;
     into->sum = next->sum;
@@ -282,7 +287,7 @@ static void merge(partial *into, const partial *next, uint32_t width, bool first
 
 static void attend_head(const head *h, uint32_t lo, uint32_t hi, float *out, float *scratch) {
   uint32_t width = h->a->layout->part[h->a->value_part].width;
-  partial all = {.out = out}, split = {.out = scratch};
+  ds4_partial all = {.out = out}, split = {.out = scratch};
   memset(out, 0, width * sizeof *out);
   for (uint32_t from = lo; from < hi;) {
     uint32_t end = ds4_min_u32(hi, (from / DS4_KEY_SPLIT + 1) * DS4_KEY_SPLIT);
@@ -295,7 +300,7 @@ static void attend_head(const head *h, uint32_t lo, uint32_t hi, float *out, flo
       attend_block(h, from, to, &split, scratch + width);
       from = to;
     }
-    merge(&all, &split, width, first);
+    ds4_ref_merge(&all, &split, width, first);
   }
   float inverse = 1.0f / all.sum;
   for (uint32_t i = 0; lo < hi && i < width; i++) out[i] *= inverse;
@@ -313,7 +318,7 @@ static int ref_attend(ds4_backend *b, const ds4_attend *a) {
       head h = {a, &a->views[a->batch->segment[t]], i / group, scratch};
       attend_head(&h, a->lo[t], a->hi[t], a->out + ((uint64_t)t * a->n_heads + i) * value->width, scratch + key->width);
     }
-    if (stop(b)) status = DS4_ECANCELLED;
+    if (ds4_ref_stop(b)) status = DS4_ECANCELLED;
   }
   free(scratch);
   return status;
@@ -349,4 +354,14 @@ const ds4_ops ds4_ref_ops = {
     .clear = ds4_host_clear,
     .gather = ds4_host_gather,
     .scatter_add = ds4_host_scatter_add,
+    .add_rows = ds4_host_add_rows,
+    .rope_tail = ds4_ref_rope_tail,
+    .compress = ds4_ref_compress,
+    .pick = ds4_ref_pick,
+    .attend_sparse = ds4_ref_attend_sparse,
+    .round_fp8 = ds4_ref_round_fp8,
+    .round_fp4 = ds4_ref_round_fp4,
+    .mix_weights = ds4_ref_mix_weights,
+    .mix_in = ds4_ref_mix_in,
+    .mix_out = ds4_ref_mix_out,
 };

@@ -24,6 +24,7 @@ static inline v16 v_fma(v16 a, v16 b, v16 c) { EACH(fmaf(a.f[i], b.f[i], c.f[i])
 static inline v16 v_max(v16 a, v16 b) { EACH(a.f[i] > b.f[i] ? a.f[i] : b.f[i]); }
 static inline v16 v_f16(const uint16_t *p) { EACH(ds4_f16(p[i])); }
 static inline v16 v_bf16(const uint16_t *p) { EACH(ds4_bf16(p[i])); }
+static inline v16 v_e4m3(const uint8_t *p) { EACH(ds4_e4m3(p[i])); }
 static inline v16 v_i8(const int8_t *p) { EACH((float)p[i]); }
 static inline v16 v_below(v16 a, v16 b, v16 x, v16 y) { EACH(a.f[i] < b.f[i] ? x.f[i] : y.f[i]); }
 static inline v16 v_pow2(v16 n) { EACH(ds4_float((uint32_t)((n.f[i] == n.f[i] ? (int32_t)n.f[i] : 0) + 127) << 23)); }
@@ -102,4 +103,5 @@ INLINE vi dot_minimums(const uint8_t *scales, const int16_t *sum) {
 
 #include "kernels.inc.h"
 
-const ds4_kernels ds4_kernels_scalar = {"scalar", k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu, k_attend};
+const ds4_kernels ds4_kernels_scalar = {"scalar", k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu,
+                                        k_attend, k_mix_in,   k_mix_out,      k_compress,     k_score,    k_attend_sparse};

@@ -9,6 +9,7 @@ from collections import defaultdict
 from typing import TYPE_CHECKING
 
 from ds4 import models
+from ds4.cli import plan
 from ds4.cli.options import Subparsers, add_engine, command, open_engine
 from ds4.cli.output import Output
 from ds4.errors import UnsupportedError
@@ -27,6 +28,12 @@ def add(subparsers: Subparsers) -> None:
     )
     parser.add_argument("model", metavar="M", help="a name that `ds4 models` lists, a .gguf file, or a folder")
     add_engine(parser)
+    parser.add_argument(
+        "--plan",
+        nargs="+",
+        metavar="KEY=VALUE",
+        help="DeepSeek V4, from its options alone: ctx=N, device_mem=141g, bandwidth=4.8t, reach_slack=N",
+    )
 
 
 def run(args: argparse.Namespace, out: Output) -> None:
@@ -34,6 +41,9 @@ def run(args: argparse.Namespace, out: Output) -> None:
     from ds4.families import model_spec
     from ds4.files import open_checkpoint
 
+    if args.plan:
+        plan.show(args, out)
+        return
     path = models.resolve(args.model)
     with open_checkpoint(path) as checkpoint:
         _file(checkpoint, out)

@@ -26,7 +26,9 @@ def run(args: argparse.Namespace, out: Output) -> int:
             continue
         path = str(model.path) if model.present else None
         size = size_text(model.size) if model.size else "?"
-        rows.append([name, size, model.licence, model.chat_format or "-", path or f"not here: ds4 pull {name}"])
+        manual = isinstance(model.source, models.ManualSource)
+        absent = f"not here: put it into {model.path}" if manual else f"not here: ds4 pull {name}"
+        rows.append([name, size, model.licence, model.chat_format or "-", path or absent])
         out.event(
             "model",
             name=name,

@@ -60,7 +60,12 @@ def add_engine(parser: argparse.ArgumentParser, ctx: bool = True) -> None:
     group = parser.add_argument_group("engine")
     group.add_argument("--backend", choices=["cpu", "ref"], help="cpu (default), or ref: plain, slow, the definition")
     group.add_argument("--threads", type=at_least(1), metavar="N", help="default: the CPUs this process may use")
-    group.add_argument("--kv-dtype", choices=["f32", "f16", "q8_0"], help="how keys and values are kept (default f16)")
+    group.add_argument(
+        "--kv-dtype", choices=["f32", "f16", "q8_0", "fp8"], help="how keys and values are kept (default f16)"
+    )
+    group.add_argument(
+        "--rounding", action="store_true", default=None, help="DeepSeek V4: rows rounded as in the published code"
+    )
     if ctx:
         group.add_argument(
             "--ctx", type=at_least(1), metavar="N", help="most positions of a session (default: the model's own)"
@@ -100,7 +105,7 @@ def open_engine(args: argparse.Namespace, out: Output) -> Engine:
     """The engine that the flags ask for, loaded with a bar."""
     from ds4.engine import Engine
 
-    names = ("backend", "threads", "kv_dtype", "pool_tokens")
+    names = ("backend", "threads", "kv_dtype", "pool_tokens", "rounding")
     wanted = {name: value for name in names if (value := getattr(args, name)) is not None}
     with out.progress("loading", "bytes", type="load") as report:
         return Engine(args.model, progress=report, **wanted)

@@ -7,26 +7,35 @@ computed with.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from ds4.errors import SystemResourceError, UnsupportedError
-from ds4.families import gemma3, llama, qwen3
+from ds4.errors import ArgumentError, SystemResourceError, UnsupportedError
+from ds4.families import common, deepseek_v4, gemma3, llama, qwen3
 from ds4.families.options import MATRIX_FORMATS as MATRIX_FORMATS
+from ds4.families.options import SCALED_FORMATS as SCALED_FORMATS
 from ds4.files import Checkpoint, Tensor
 from ds4.files.base import quote
 
 # (container, architecture as the file names it) -> (the core's architecture, reader)
-FAMILIES = {
+FAMILIES: dict[tuple[str, str], tuple[str, Callable[..., common.Parts]]] = {
+    ("gguf", "deepseek4"): ("deepseek_v4", deepseek_v4.from_gguf),
     ("gguf", "gemma3"): ("gemma3", gemma3.from_gguf),
     ("gguf", "llama"): ("llama", llama.from_gguf),
     ("gguf", "qwen3"): ("qwen3", qwen3.from_gguf),
     ("gguf", "qwen3moe"): ("qwen3", qwen3.from_gguf),
+    ("safetensors", "deepseek_v4"): ("deepseek_v4", deepseek_v4.from_hf),
     ("safetensors", "gemma3"): ("gemma3", gemma3.from_hf_multimodal),
     ("safetensors", "gemma3_text"): ("gemma3", gemma3.from_hf),
     ("safetensors", "llama"): ("llama", llama.from_hf),
     ("safetensors", "mistral"): ("llama", llama.from_hf_mistral),
     ("safetensors", "qwen3"): ("qwen3", qwen3.from_hf),
     ("safetensors", "qwen3_moe"): ("qwen3", qwen3.from_hf_moe),
+}
+# names that look like one of these and are another architecture
+REFUSED = {
+    "deepseek_v41": "DeepSeek V4.1 (model_type 'deepseek_v41') is an architecture of its own that this version does "
+    "not run; use a DeepSeek V4 model",
 }
 
 
@@ -43,12 +52,14 @@ class ModelSpec:
     tensors: list[tuple[str, Tensor]]
 
 
-def model_spec(checkpoint: Checkpoint) -> ModelSpec:
-    """Translates a checkpoint for the core.
+def model_spec(checkpoint: Checkpoint, *, rounding: bool = False, mtp: bool = False) -> ModelSpec:
+    """Translates a checkpoint for the core; `rounding` and `mtp` are options of DeepSeek V4 (see `Engine`).
 
     Raises UnsupportedError for whatever this version does not know, FileFormatError when options and tensors do not fit
     together.
     """
+    if checkpoint.architecture in REFUSED:
+        raise UnsupportedError(f"{checkpoint.path}: {REFUSED[checkpoint.architecture]}.")
     try:
         arch, read = FAMILIES[checkpoint.kind, checkpoint.architecture]
     except KeyError:
@@ -58,6 +69,12 @@ def model_spec(checkpoint: Checkpoint) -> ModelSpec:
             f"{', '.join(known)}."
         ) from None
     try:
+        if arch == "deepseek_v4":
+            return ModelSpec(arch, *read(checkpoint, rounding, mtp))
+        if rounding or mtp:
+            raise ArgumentError(
+                f"{checkpoint.path}: rounding and mtp are options of DeepSeek V4; this model has neither."
+            )
         return ModelSpec(arch, *read(checkpoint))
     except MemoryError:
         raise SystemResourceError(f"{checkpoint.path}: there is not enough memory to prepare its tensors.") from None

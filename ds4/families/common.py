@@ -320,7 +320,7 @@ def take_gguf(tensors: Tensors, sizes: Sizes, table: Table, experts: Experts | N
             lengths = [extents[length] for length in shape]
             tensor = tensors.find(name, *lengths)
             if len(lengths) == 3:
-                for expert, part in enumerate(_split(tensor)):
+                for expert, part in enumerate(split(tensor)):
                     tensors.add(core.format(expert), part)
             else:
                 tensors.add(core, tensor)
@@ -330,7 +330,7 @@ def _extents(sizes: Sizes, experts: Experts | None) -> dict[str, int]:
     return sizes.extents() | (vars(experts) if experts else {})
 
 
-def _split(tensor: Tensor) -> Iterable[Tensor]:
+def split(tensor: Tensor) -> Iterable[Tensor]:
     """The matrices of which a tensor of three dimensions is made; their bytes stay where they are."""
     size = len(tensor.data) // tensor.shape[0]
     for i in range(tensor.shape[0]):

@@ -6,7 +6,7 @@ An option that this version does not know may change the results; ignoring it wo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,10 +18,11 @@ from ds4.files.base import quote
 LARGEST = 1 << 24  # no dimension of a model is larger; keeps products of two far from any limit
 MATRIX_FORMATS = (
     *("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"),
-    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "MXFP4"),
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ2_XXS", "IQ4_NL", "MXFP4"),
 )
+SCALED_FORMATS = ("FP8", "FP4")  # two tensors of the file, joined by the family that knows them
 VECTOR_FORMATS = ("F32", "F16", "BF16")
-_ALIGNMENT = {"F32": 4}  # bytes; all others begin with 16-bit numbers
+_ALIGNMENT = {"F32": 4, "FP8": 1, "FP4": 1}  # bytes; all others begin with 16-bit numbers
 _MISSING: Any = object()
 
 
@@ -44,6 +45,10 @@ class Options:
 
     def __contains__(self, key: str) -> bool:
         return key in self._values
+
+    def keys(self) -> list[str]:
+        """The keys that have a value."""
+        return list(self._values)
 
     def name(self, key: str) -> str:
         """The option as an error calls it."""
@@ -139,8 +144,11 @@ class Tensors:
 
     def find(self, name: str, *shape: int) -> Tensor:
         """The tensor `name`, from now on a used one. Raises FileFormatError when it is absent or has another shape."""
+        return self.find_as(name, MATRIX_FORMATS if len(shape) > 1 else VECTOR_FORMATS, *shape)
+
+    def find_as(self, name: str, allowed: Sequence[str], *shape: int) -> Tensor:
+        """The same for a tensor that is stored in one of `allowed`."""
         tensor = self.checkpoint.tensor(name)
-        allowed = MATRIX_FORMATS if len(shape) > 1 else VECTOR_FORMATS
         if tensor.format not in allowed:
             raise UnsupportedError(
                 f"{self.checkpoint.path}: tensor {quote(name)} is stored as {tensor.format}; this version computes "

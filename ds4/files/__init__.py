@@ -5,6 +5,6 @@ with open_checkpoint("model.gguf") as checkpoint:
 """
 
 from ds4.files.base import Tensor
-from ds4.files.checkpoint import Checkpoint, open_checkpoint
+from ds4.files.checkpoint import Checkpoint, open_checkpoint, open_config
 
-__all__ = ["Checkpoint", "Tensor", "open_checkpoint"]
+__all__ = ["Checkpoint", "Tensor", "open_checkpoint", "open_config"]

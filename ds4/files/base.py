@@ -30,13 +30,19 @@ class Tensor:
 
     `format` is a ggml or safetensors type name as read ("F32", "BF16", "Q4_K"); whether it can be computed with is
     decided later. `shape` has the outermost dimension first: (rows, cols). `data` is read-only and holds exactly the
-    tensor's bytes; it is not aligned to anything.
+    tensor's bytes; it is not aligned to anything. `scales`: E8M0 bytes that belong to it, where a family has joined the
+    two (formats "FP8" and "FP4").
     """
 
     name: str
     format: str
     shape: tuple[int, ...]
     data: memoryview
+    scales: memoryview | None = None
+
+    def bytes(self) -> int:
+        """Size, scales included."""
+        return len(self.data) + (len(self.scales) if self.scales is not None else 0)
 
 
 def quote(value: object) -> str:

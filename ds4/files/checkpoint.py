@@ -87,6 +87,8 @@ class Checkpoint:
             digest.update(struct.pack(f"<Q{len(tensor.shape)}QQ", len(tensor.shape), *tensor.shape, size))
             for begin in sorted({0, max(0, size // 2 - SAMPLE // 2), max(0, size - SAMPLE)}):
                 digest.update(data[begin : begin + SAMPLE])
+            if tensor.scales is not None:
+                digest.update(struct.pack("<Q", len(tensor.scales)) + tensor.scales[:SAMPLE])
         return digest.digest()
 
     def forget(self, tensor: Tensor) -> None:
@@ -94,12 +96,17 @@ class Checkpoint:
         brings them from the file again."""
         if not hasattr(mmap, "MADV_DONTNEED"):
             return
-        begin = np.frombuffer(tensor.data, np.uint8).__array_interface__["data"][0]
+        for data in (tensor.data, tensor.scales):
+            if data is not None:
+                self._forget(data)
+
+    def _forget(self, data: memoryview) -> None:
+        begin = np.frombuffer(data, np.uint8).__array_interface__["data"][0]
         for mapping in self._mappings:
             base = np.frombuffer(mapping, np.uint8).__array_interface__["data"][0]
             if base <= begin < base + len(mapping):
                 first = -(-(begin - base) // mmap.PAGESIZE) * mmap.PAGESIZE
-                size = (begin - base + len(tensor.data)) // mmap.PAGESIZE * mmap.PAGESIZE - first
+                size = (begin - base + len(data)) // mmap.PAGESIZE * mmap.PAGESIZE - first
                 if size > 0:
                     mapping.madvise(mmap.MADV_DONTNEED, first, size)
 
@@ -134,6 +141,11 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
         return _open_folder(name) if os.path.isdir(name) else _open_gguf(name)
     except MemoryError:
         raise SystemResourceError(f"{name}: there is not enough memory to read its tables.") from None
+
+
+def open_config(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The config.json of a folder alone. Raises like `open_checkpoint`."""
+    return read_object(os.path.join(os.fspath(folder), "config.json"), MAX_CONFIG)
 
 
 def _open_gguf(path: str) -> Checkpoint:

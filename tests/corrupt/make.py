@@ -227,7 +227,7 @@ def gguf_tensors() -> None:
     for kind, words in ((4, "Q4_2"), (31, "Q4_0_4_4"), (42, "number 42"), (2**32 - 1, "number 4294967295")):
         gguf(f"tensor_type_{kind}", words, set_entry(up, [2, 2], kind))
     gguf("tensor_block", "Q4_K block", set_entry(up, [2, 2], 12))
-    gguf("tensor_type_iq2_xxs", "IQ2_XXS", with_more(up, [256], 16))
+    gguf("tensor_type_iq1_s", "IQ1_S", with_more(up, [256], 19))
     gguf("tensor_shape", "shape [1, 2]", set_entry(up, [2, 1], 0, OFFSETS["blk.0.ffn_up"]))
     gguf("tensor_missing", f"no tensor '{up}'", lambda m: m.entries.pop(up))
     gguf("tensor_unknown", "'blk.0.attn_q.bias'", with_more("blk.0.attn_q.bias", [2]))
