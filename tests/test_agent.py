@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from typing import Any
 
 import pytest
@@ -322,16 +323,22 @@ class Gate:
     async def sleep(self, name: str) -> str:
         """Sleeps."""
         self.ran.append(name)
-        self.running.set()
         await asyncio.sleep(60)
         return name
+
+    def last(self, text: str) -> str:
+        """Echoes, behind all that is sync."""
+        while len(self.ran) < 1:
+            time.sleep(0.001)
+        self.running.set()
+        return f"echo {text}"
 
 
 @pytest.mark.parametrize("name", ["wait", "sleep"])
 def test_cancel_while_a_tool_runs(name):
     gate = Gate()
-    with chatting(tools=[gate.wait, gate.sleep, echo]) as chat:
-        chat.force("", [call("echo", text="first"), call(name, name="x"), call("echo", text="never")])
+    with chatting(tools=[gate.wait, gate.sleep, gate.last, echo]) as chat:
+        chat.force("", [call("echo", text="first"), call(name, name="x"), call("last", text="never")])
 
         def press() -> None:
             assert gate.running.wait(20)
