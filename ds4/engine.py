@@ -490,9 +490,10 @@ class Session(_Closing):
         max_tokens: int | None = None,
         stop: str | Iterable[str] | None = None,
         stop_ids: Iterable[int] | None = None,
+        greedy: Callable[[], bool] | None = None,
     ) -> Generator[sampling.Token, None, None]:
         """Samples token after token, each yielded when it is in the session; see `ds4.sampling.generate`."""
-        return sampling.generate(self, options, max_tokens, stop, stop_ids)
+        return sampling.generate(self, options, max_tokens, stop, stop_ids, greedy)
 
     def cancel(self) -> None:
         """Ends the call in progress on this session, from any thread; with none it does nothing."""

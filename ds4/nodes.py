@@ -68,15 +68,22 @@ def size_of(nodes: Iterable[Node]) -> int:
 
 
 class Writer:
-    """Makes nodes for one chat format. `system` and `tools` are what every surface begins with.
+    """Makes nodes for one chat format. `system`, `tools` and the `effort` of reasoning are what every surface begins
+    with.
 
-    Raises ArgumentError when the format has no tool calls and there are tools.
+    Raises ArgumentError when the format has no tool calls and there are tools, or does not have the effort.
     """
 
-    def __init__(self, format: ChatFormat, system: str | None = None, tools: Sequence[dict[str, Any]] = ()) -> None:
+    def __init__(
+        self,
+        format: ChatFormat,
+        system: str | None = None,
+        tools: Sequence[dict[str, Any]] = (),
+        effort: str | None = None,
+    ) -> None:
         self.format, self.tools = format, tuple(tools)
         self._head = system if system and "system" not in format.roles else None
-        ids = format.begin()
+        ids = format.begin(effort)
         if "system" in format.roles and (system is not None or tools):
             ids += format.render(Message("system", system or "", tools=self.tools))
         elif tools:
@@ -112,7 +119,7 @@ class Writer:
 
     def thinks(self, ids: Sequence[int]) -> bool:
         """Whether ids end inside a thinking block."""
-        tags = {b.id: "/" not in b.text for b in self.format.boundaries if b.kind == "think" and b.id is not None}
+        tags = self.format.thinking_tags
         return next((tags[i] for i in reversed(ids) if i in tags), False)
 
     def without_thinking(self, node: Node) -> Node:
@@ -122,8 +129,8 @@ class Writer:
         if not node.thinking or at < 0:
             return node
         rest = list(node.ids[at + 1 :])
-        while rest and not self.format.tokenizer.decode(rest[:1]).strip("\n"):
-            del rest[0]  # the empty lines between thinking and text
+        while self.format.thinking_gap and rest and not self.format.tokenizer.decode(rest[:1]).strip("\n"):
+            del rest[0]
         return replace(node, ids=(*self.format.dropped_prefix(), *rest), thinking="")
 
     def assistant(self, text: str, calls: Sequence[ToolCall] = (), thinking: str = "", finish: str = "") -> Node:

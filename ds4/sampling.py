@@ -274,13 +274,15 @@ def generate(
     max_tokens: int | None = None,
     stop: str | Iterable[str] | None = None,
     stop_ids: Iterable[int] | None = None,
+    greedy: Callable[[], bool] | None = None,
 ) -> Generator[Token, None, None]:
     """Samples, appends and evaluates tokens, one for each item that is asked for; arguments are checked at once.
 
     An item comes when its token is in the session, so after `break` the session stands just behind the last token seen
     and its logits are valid. `max_tokens` None: until the session's ctx is full. `stop`: its text is withheld, its
     tokens stay in the session. `stop_ids`: such a token is appended, with empty text; None = the tokenizer's
-    end-of-text ids, () = none.
+    end-of-text ids, () = none. `greedy`: asked before each token; while it says True the token is the best one that
+    mask and logit_bias leave, without penalties.
 
     The last item has `finish`: "stop", "length" (max_tokens or ctx), or "cancelled" (`session.cancel()`; a token that
     was sampled and not yet evaluated is not in the session). When text is still held back before a stop id, one more
@@ -302,7 +304,7 @@ def generate(
     ends = frozenset(_token_ids("stop_ids", stop_ids).tolist())
     if sampling.seed is None:
         sampling = replace(sampling, seed=_draw_seed())
-    return _generate(session, sampling, max_tokens, _Text(tokenizer, stops), ends)
+    return _generate(session, sampling, max_tokens, _Text(tokenizer, stops), ends, greedy)
 
 
 def _stop_strings(stop: str | Iterable[str] | None) -> list[str]:
@@ -321,8 +323,12 @@ def _stop_strings(stop: str | Iterable[str] | None) -> list[str]:
 class _Chooser:
     """Gathers what `sample` needs, without asking the session for all its tokens each time."""
 
-    def __init__(self, session: Session, sampling: Sampling, limit: int) -> None:
+    def __init__(
+        self, session: Session, sampling: Sampling, limit: int, greedy: Callable[[], bool] | None = None
+    ) -> None:
         self._session, self._sampling = session, sampling
+        self._greedy = greedy
+        self._fixed = replace(sampling, temperature=0.0, repetition=1.0, presence=0.0, frequency=0.0)
         self._sampled: list[int] = []
         self._log = np.empty(limit if sampling.penalises else 0, np.int32)
         if sampling.penalises:
@@ -336,7 +342,8 @@ class _Chooser:
             allowed = mask(tuple(self._sampled))
             if allowed is None:
                 raise ArgumentError("mask returned None; it must return the allowed token ids")
-        return sample(self._session.logits, self._sampling, history, position, allowed)
+        chosen_by = self._fixed if self._greedy is not None and self._greedy() else self._sampling
+        return sample(self._session.logits, chosen_by, history, position, allowed)
 
     def accept(self, token: int) -> None:
         """The token is in the session."""
@@ -346,7 +353,12 @@ class _Chooser:
 
 
 def _generate(
-    session: Session, sampling: Sampling, max_tokens: int | None, text: _Text, stop_ids: frozenset[int]
+    session: Session,
+    sampling: Sampling,
+    max_tokens: int | None,
+    text: _Text,
+    stop_ids: frozenset[int],
+    greedy: Callable[[], bool] | None,
 ) -> Generator[Token, None, None]:
     seed, cancels, position = sampling.seed, session.cancels, session.pos
     limit = session.ctx if max_tokens is None else min(session.ctx, position + max_tokens)
@@ -355,7 +367,7 @@ def _generate(
         return
     try:
         session.refresh()
-        chooser = _Chooser(session, sampling, limit)
+        chooser = _Chooser(session, sampling, limit, greedy)
         while session.cancels == cancels:
             if session.pos != position:
                 raise ArgumentError(

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from oracle import DATA, NEEDS_TEST_BUILD, TEST_BUILD, fresh_logits, settled
-from tiny_tokenizer import CHATML, QWEN, tokenizer_json
+from tiny_tokenizer import CHATML, DEEPSEEK, QWEN, tokenizer_json
 
 import ds4
 from ds4.agent.chat import Chat
@@ -35,6 +35,7 @@ KINDS: dict[str, tuple[list[str], list[str], str, dict[str, float]]] = {
     "window": (CHATML, QWEN, "chatml", {"toy_window": 24}),
     "llama3": (LLAMA3, [], "llama3", {}),
     "gemma": (GEMMA, [], "gemma", {}),
+    "v4": (DEEPSEEK, [], "deepseek-v4", {}),
 }
 _engines: dict[str, ds4.Engine] = {}
 
@@ -51,6 +52,7 @@ def engine(kind: str = "tags") -> ds4.Engine:
         (folder / "config.json").write_text(json.dumps({**options_of, "max_position_embeddings": 16384}))
         (folder / "tokenizer.json").write_text(json.dumps(tokenizer_json(control, user)))
         config = {"bos_token": "<bos>", "eos_token": "<eos>", "add_bos_token": True} if kind == "gemma" else {}
+        config |= {"bos_token": DEEPSEEK[0], "eos_token": DEEPSEEK[1]} if kind == "v4" else {}
         (folder / "tokenizer_config.json").write_text(json.dumps(config))
         _engines[kind] = ds4.Engine(folder, threads=1, pool_tokens=65536, test_options=options)
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -90,7 +92,7 @@ class Script:
 
     def __init__(self, made: ds4.Engine, *answers: str, press: Mapping[int, Callable[[], None]] | None = None) -> None:
         tokenizer = made.tokenizer
-        ends = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>")
+        ends = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", DEEPSEEK[1])
         end = next(tokenizer.control[name] for name in ends if name in tokenizer.control)
         self._answers = iter([[*tokenizer.encode(text, special=True), end] for text in answers])
         self._last, self._now, self._press = [*tokenizer.encode("end"), end], [], dict(press or {})

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from oracle import DATA, NEEDS_TEST_BUILD, TEST_BUILD, Fresh, settled
 from surfaces import assert_alternating, assert_paired
-from tiny_tokenizer import CHATML, QWEN, tokenizer_json
+from tiny_tokenizer import CHATML, DEEPSEEK, QWEN, tokenizer_json
 
 import ds4
 from ds4.agent.chat import Chat
@@ -149,7 +149,7 @@ def fill(chat: Chat, tokens: int = 1050, words: int = 12, calls: bool = True) ->
 
 def scripted(monkeypatch: pytest.MonkeyPatch, engine: ds4.Engine, text: str = SUMMARY) -> None:
     """The summary pass samples this text, each token evaluated for real."""
-    ends = [i for name, i in engine.tokenizer.control.items() if name in ("<|im_end|>", "<end_of_turn>")]
+    ends = [i for name, i in engine.tokenizer.control.items() if name in ("<|im_end|>", "<end_of_turn>", DEEPSEEK[1])]
     ids = [*engine.tokenizer.encode(text, special=True), ends[0]]
 
     def sample(logits: Any, sampling: Any, history: Any, position: int, allowed: Any = None) -> tuple[int, float]:

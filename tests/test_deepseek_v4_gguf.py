@@ -46,7 +46,14 @@ def stacked(s: deepseek_v4.Sizes, weights: dict[str, np.ndarray], mtp: bool = Fa
     return {name: a.astype(np.int32) if a.dtype == np.int64 else a for name, a in joined.items()}
 
 
-def write(path: Path, s: deepseek_v4.Sizes, tensors: dict[str, tuple[np.ndarray, Type | None]], **changed) -> Path:
+def write(
+    path: Path,
+    s: deepseek_v4.Sizes,
+    tensors: dict[str, tuple[np.ndarray, Type | None]],
+    texts: dict[str, str] | None = None,
+    **changed,
+) -> Path:
+    """`texts`: further keys; `changed`: whole numbers behind `deepseek4.` that are others than usual."""
     writer = gguf.GGUFWriter(str(path), "deepseek4")
     keys = {key: getattr(s, str(name)) for key, name in KEYS.items()}
     keys |= {"attention.head_count_kv": 1, "expert_shared_count": 1, "expert_gating_func": 4, "expert_group_count": 0}
@@ -61,7 +68,8 @@ def write(path: Path, s: deepseek_v4.Sizes, tensors: dict[str, tuple[np.ndarray,
         writer.add_uint32(f"deepseek4.{key}", value)
     for key, value in floats.items():
         writer.add_float32(f"deepseek4.{key}", value)
-    writer.add_string("deepseek4.rope.scaling.type", "yarn")
+    for key, text in ({"deepseek4.rope.scaling.type": "yarn"} | (texts or {})).items():
+        writer.add_string(key, text)
     writer.add_bool("deepseek4.expert_weights_norm", True)
     writer.add_array("deepseek4.attention.compress_ratios", s.ratios)
     writer.add_array("deepseek4.swiglu_clamp_exp", [s.swiglu_limit] * s.n_layers)

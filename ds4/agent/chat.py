@@ -61,16 +61,19 @@ class Chat:
     line)` says whether a tool that asks for permission may run, `line` is what it would do (None: such calls are
     refused). `chat_format`: a name of `ds4.chat_formats`, default the model's own. `sampling`: default the model's own,
     else greedy. `max_tokens`: most tokens of an answer. `policy`: when and how it compacts itself, None = never by
-    itself. `store`: the folder that keeps the conversation, which is gone on with when it holds one;
-    None = everything in memory. `thinking`: whether a model with thinking blocks may open one. `drop_thinking`:
-    thinking leaves the context when the next message arrives. `span_tools`: the model gets `context_compact` and
-    `expand`. `notes`: gives texts about what is alive outside of the conversation, which are restated after a
-    compaction. `auto_archive`: what a compaction replaces goes to the spill. `volume_nudge_tokens`: the growth after
-    which a model with span tools is reminded of them, 0 = never. `about`: JSON that the first event of a new store
-    keeps for the program, see `transcript.info["about"]`.
+    itself. `store`: the folder that keeps the conversation, which is gone on with when it holds one; None = everything
+    in memory. `thinking`: whether a model with thinking blocks may open one. `drop_thinking`: thinking leaves the
+    context when the next message arrives, but not where a model with tools wants to keep it (DeepSeek V4). `effort`: of
+    reasoning, one that the format has; it stands at the head of the conversation. `greedy_calls`: the markup of a call
+    is written greedily, its arguments with `sampling`. `span_tools`: the model gets `context_compact` and `expand`.
+    `notes`: gives texts about what is alive outside of the conversation, which are restated after a compaction.
+    `auto_archive`: what a compaction replaces goes to the spill. `volume_nudge_tokens`: the growth after which a model
+    with span tools is reminded of them, 0 = never. `about`: JSON that the first event of a new store keeps for the
+    program, see `transcript.info["about"]`.
 
-    Raises ArgumentError (among others: no chat format is known for the model, or ctx is too small for the policy; the
-    text has the numbers), UnsupportedError, ContextFull, StoreBusy.
+    Raises ArgumentError (among others: no chat format is known for the model, it does not have the effort or cannot
+    tell markup while it is written, or ctx is too small for the policy; the text has the numbers), UnsupportedError,
+    ContextFull, StoreBusy.
     """
 
     def __init__(
@@ -88,6 +91,8 @@ class Chat:
         store: str | os.PathLike[str] | None = None,
         thinking: bool = True,
         drop_thinking: bool = False,
+        effort: str | None = None,
+        greedy_calls: bool = False,
         span_tools: bool = False,
         notes: Callable[[], Sequence[str]] = list,
         auto_archive: bool = True,
@@ -100,6 +105,7 @@ class Chat:
         self.engine = engine
         self.sampling = sampling or Sampling(**(model.defaults if model is not None else {}))
         self.max_tokens, self.allow, self.thinking, self.drop_thinking = max_tokens, allow, thinking, drop_thinking
+        self.greedy_calls = greedy_calls
         self.spans = Spans(self, span_tools, SpanOptions(auto_archive, volume_nudge_tokens))
         self.toolbox = Toolbox(tools)
         schemas = (*self.toolbox.schemas, *self.spans.schemas)
@@ -109,7 +115,7 @@ class Chat:
         self.about = dict(about or {})
         self.cancelled = threading.Event()
         self._busy = threading.Lock()
-        self._set_up(ctx, system, schemas, chat_format, policy, store, notes)
+        self._set_up(ctx, system, schemas, chat_format, effort, policy, store, notes)
 
     def _set_up(
         self,
@@ -117,6 +123,7 @@ class Chat:
         system: str | None,
         schemas: Sequence[dict[str, Any]],
         chat_format: str | None,
+        effort: str | None,
         policy: CompactionPolicy | None,
         store: str | os.PathLike[str] | None,
         notes: Callable[[], Sequence[str]],
@@ -132,11 +139,16 @@ class Chat:
                 f"{engine.model} does not say how messages are written; give chat_format=, one of: {known}."
             )
         self.format: ChatFormat = chat_formats.get(name, engine.tokenizer, engine.checkpoint)  # type: ignore[arg-type]
-        self.writer = Writer(self.format, system, schemas)
+        if self.greedy_calls and self.format.reader() is None:
+            raise ArgumentError(
+                f"the chat format {name} cannot tell the markup of a call while it is written; leave greedy_calls out."
+            )
+        self.writer = Writer(self.format, system, schemas, effort)
         info = {
             "chat_format": name,
             "system": system or "",
             "tools": list(schemas),
+            "effort": effort,
             "tokenizer": engine.tokenizer.fingerprint().hex(),  # type: ignore[union-attr]
         }
         transcript = self._open(store, info)
@@ -242,9 +254,16 @@ class Chat:
         """The model's next answer is this one, evaluated token by token, instead of a sampled one. For demonstrations
         and tests of what follows; several wait in line."""
         node = self.writer.assistant(text, calls, thinking)
-        body = list(node.ids[len(self.format.generation_prefix()) :])
+        body = list(node.ids[self._written_prefix(node.ids) :])
         ends = range(len(body), 0, -1)
         self.forced.append(next(body[:n] for n in ends if body[:n] + self.format.end_turn(body[:n]) == body))
+
+    def _written_prefix(self, ids: Sequence[int]) -> int:
+        """How many ids of a written answer the prefix of a sampled one gives. Where they disagree about thinking, the
+        answer opens or closes the block itself."""
+        prefix, tags = self.format.generation_prefix(self.thinking), self.format.thinking_tags
+        same = common(prefix, ids)
+        return same if same == len(prefix) else next((i for i in range(same + 1) if prefix[i] in tags), same)
 
     def cancel(self) -> None:
         """Ends the turn or the compaction in progress, from any thread."""
@@ -489,7 +508,8 @@ class Chat:
     def _drop_thinking(self) -> None:
         """Takes the thinking of earlier answers out of the context, as one event."""
         surface = self.live.transcript.surface
-        without = [self.writer.without_thinking(node) for node in surface] if self.drop_thinking else list(surface)
+        drop = self.drop_thinking and not (self.has_tools and self.format.tools_keep_thinking)
+        without = [self.writer.without_thinking(node) for node in surface] if drop else list(surface)
         if without != list(surface):
             self.live.transcript.replace(without, reason="thinking")
 

@@ -5,14 +5,13 @@ Whatever ends a turn, the transcript is whole: a cut answer is closed as the for
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from ds4.chat_formats import ChatFormat, ToolCall
+from ds4.chat_formats import ToolCall
 from ds4.compaction import prompts
 from ds4.compaction.boundaries import ControlWatch
 from ds4.errors import Cancelled, PoolFull
@@ -20,7 +19,6 @@ from ds4.events import Event, Notice, Text, Thinking, ToolResult, TurnEnd
 from ds4.events import ToolCall as Called
 from ds4.nodes import Node
 from ds4.sampling import Sampling, Token
-from ds4.tokenizer.stream import Detokenizer
 from ds4.transcript import Held
 
 from . import admission
@@ -41,7 +39,8 @@ UNREADABLE = (
 @dataclass
 class _Answer:
     """What the model wrote. `cut`: at the generation reserve, where a summary is still possible. `node`, made of the
-    first `kept` ids, is what the transcript has of it. `faults`: a sentence for each call that cannot be read."""
+    first `kept` ids and what closes them, is what the transcript has of it. `faults`: a sentence for each call that
+    cannot be read."""
 
     ids: list[int] = field(default_factory=list)
     finish: str = "cancelled"
@@ -199,11 +198,14 @@ class Turn:
             return
         left = room if most is None else min(most, room)
         reserve = limits is not None and left == room
-        budget = _ThinkingBudget(self.chat)
+        budget, syntax = _ThinkingBudget(self.chat), _Syntax(self.chat)
         while True:
             closing = None
-            for token in session.generate(self.sampling, max_tokens=left, stop_ids=self.format.stop_ids):
+            for token in session.generate(
+                self.sampling, max_tokens=left, stop_ids=self.format.stop_ids, greedy=syntax.inside
+            ):
                 left -= token.id is not None
+                syntax.feed(token.id)
                 answer.cut = reserve and token.finish == "length"
                 yield token
                 if token.finish is None:
@@ -215,6 +217,7 @@ class Turn:
             if closing is None:
                 return
             session.eval([closing])
+            syntax.feed(closing)
             left -= 1
             yield Token(closing, "", None, None, None)
 
@@ -233,9 +236,10 @@ class Turn:
     def _keep(self, answer: _Answer, thinks: bool) -> None:
         """Appends the answer as it is, closed where it was cut. Where there is nothing to keep, the question waits for
         an answer: retry gives one."""
-        ids = answer.ids
+        ids, kept = answer.ids, len(answer.ids)
         if self.chat.has_tools and answer.finish != "stop":
-            ids = self._without_open_call(ids, thinks)
+            kept, closing = self.format.without_open_call(ids, thinks)
+            ids = [*ids[:kept], *closing]
         if not ids:
             return
         calls: tuple[ToolCall, ...] = ()
@@ -246,21 +250,7 @@ class Turn:
             calls = tuple(replace(call, id=f"{stem}-{i}") for i, call in enumerate(parsed.tool_calls, 1))
             answer.faults = parsed.faults
         node = self.chat.writer.sampled(ids, calls, answer.finish, thinking=self.chat.thinking)
-        answer.kept, answer.node = len(ids), self.transcript.append(node)[0]
-
-    def _without_open_call(self, ids: list[int], thinks: bool) -> list[int]:
-        """The ids up to a call that was cut in the middle: all calls that can be read stand in front of its opener."""
-        format, tags = self.format, _thinking_tags(self.format)
-        start = next((i + 1 for i in reversed(range(len(ids))) if ids[i] in tags), 0)
-        if tags[ids[start - 1]] if start else thinks:
-            return ids  # inside of a thinking block no call can stand
-        text = format.tokenizer.decode(ids[start:])
-        whole = format.parse(text).tool_calls
-        openers = "|".join(re.escape(b.before + b.text) for b in format.boundaries if b.kind == "tool")
-        for at in (match.start() for match in re.finditer(openers, text) if openers):
-            if not format.parse(text[at:]).tool_calls and format.parse(text[:at]).tool_calls == whole:
-                return ids[: start + _tokens_before(format.tokenizer.stream(), ids[start:], at)]
-        return ids
+        answer.kept, answer.node = kept, self.transcript.append(node)[0]
 
     # ---- its tools
 
@@ -332,26 +322,11 @@ class Turn:
             yield from self._admit(node, index, result)
 
 
-def _thinking_tags(format: ChatFormat) -> dict[int, bool]:
-    """The tokens around a thinking block; True for those that open one."""
-    return {b.id: "/" not in b.text for b in format.boundaries if b.kind == "think" and b.id is not None}
-
-
-def _tokens_before(stream: Detokenizer, ids: Sequence[int], at: int) -> int:
-    """How many of the ids stand before the character `at` of their text."""
-    length = 0
-    for i, token in enumerate(ids):
-        length += len(stream.feed(token))
-        if length > at:
-            return i
-    return len(ids)
-
-
 class _Shown:
     """What of an answer the user sees: thinking apart from text, and a call as an event instead of its raw text."""
 
     def __init__(self, chat: Chat, thinks: bool) -> None:
-        self._format, self._tags, self._inside = chat.format, _thinking_tags(chat.format), thinks
+        self._format, self._tags, self._inside = chat.format, chat.format.thinking_tags, thinks
         self._watch = ControlWatch([b for b in chat.format.boundaries if b.kind == "tool"] if chat.has_tools else [])
         self._pieces: list[str] = []  # the text of each token; "" for thinking
         self._seen = 0
@@ -374,9 +349,21 @@ class _Shown:
         cut = answer.kept < len(answer.ids)
         held = "".join(self._pieces[: answer.kept] if cut else self._pieces)[self._seen :]
         if answer.calls:
-            held = self._format.parse(held).content
+            held = self._without_calls(answer, held)
         if held:
             yield Text(held)
+
+    def _without_calls(self, answer: _Answer, held: str) -> str:
+        """What was held back without the calls in it, read by its ids where it begins with a token."""
+        seen = at = 0
+        while at < answer.kept and (seen < self._seen or not self._pieces[at]):
+            seen, at = seen + len(self._pieces[at]), at + 1
+        if seen != self._seen:
+            return self._format.parse(held).content
+        ids = answer.ids[at : answer.kept]
+        if ids and ids[-1] in self._format.stop_ids:
+            del ids[-1]
+        return self._format.parse_ids(ids).content
 
 
 class _ThinkingBudget:
@@ -385,7 +372,7 @@ class _ThinkingBudget:
     def __init__(self, chat: Chat) -> None:
         policy = chat.live.policy
         self._most = policy.thinking_budget if policy is not None else None
-        self._tags = _thinking_tags(chat.format)
+        self._tags = chat.format.thinking_tags
         self._close = next((id for id, opens in self._tags.items() if not opens), None)
         self._inside, self._count = chat.writer.thinks(chat.format.generation_prefix(chat.thinking)), 0
 
@@ -398,3 +385,19 @@ class _ThinkingBudget:
             return None
         self._inside = False
         return self._close
+
+
+class _Syntax:
+    """Says where an answer is inside of a call's markup, which is then written greedily, if the chat wants that."""
+
+    def __init__(self, chat: Chat) -> None:
+        wanted = chat.greedy_calls and chat.has_tools
+        thinks = chat.writer.thinks(chat.format.generation_prefix(chat.thinking))
+        self._reader = chat.format.reader(thinks) if wanted else None
+
+    def inside(self) -> bool:
+        return self._reader is not None and self._reader.inside_syntax
+
+    def feed(self, token: int | None) -> None:
+        if self._reader is not None and token is not None:
+            self._reader.feed(token)

@@ -8,12 +8,14 @@ system text, also where a model's own template has one.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ds4.errors import ArgumentError, UnsupportedError
 from ds4.tokenizer.base import Tokenizer
+from ds4.tokenizer.stream import Detokenizer
 
 if TYPE_CHECKING:
     from ds4.files.checkpoint import Checkpoint
@@ -72,13 +74,25 @@ class Tag(str):
     """Text of a format itself: the control token of that text where the tokenizer has one."""
 
 
+class Reader(Protocol):
+    """Reads an assistant turn while it is sampled. `inside_syntax`: the next token belongs to the markup of a call, not
+    to its arguments and not to text."""
+
+    @property
+    def inside_syntax(self) -> bool: ...
+
+    def feed(self, token: int) -> object: ...
+
+
 class ChatFormat:
     """A chat format for one tokenizer; a subclass fills it.
 
     `roles` that it has; `alternating`: user and assistant turns must alternate; `tools`: it has a way to call tools;
     `thinking`: the model has thinking blocks; `writes_thinking`: a message may have one; `efforts`: names of the
-    efforts of reasoning that `begin` can ask for; `stop_ids` end an assistant turn; `boundaries` as `Boundary` says.
-    Without the role "system" its text belongs to the head of the first user message: see `first_user`.
+    efforts of reasoning that `begin` can ask for; `thinking_gap`: empty lines stand between thinking and what follows;
+    `tools_keep_thinking`: where there are tools, the model wants the thinking of earlier turns too; `stop_ids` end an
+    assistant turn; `boundaries` as `Boundary` says. Without the role "system" its text belongs to the head of the first
+    user message: see `first_user`.
     """
 
     name: str
@@ -92,6 +106,8 @@ class ChatFormat:
     thinking = False
     writes_thinking = False
     efforts: tuple[str, ...] = ()
+    thinking_gap = True
+    tools_keep_thinking = False
     stop_ids: frozenset[int]
     boundaries: tuple[Boundary, ...]
 
@@ -161,6 +177,32 @@ class ChatFormat:
         spells them."""
         return self.parse(self.tokenizer.decode(ids), thinking)
 
+    def reader(self, thinking: bool = True) -> Reader | None:
+        """A reader for the ids of an assistant turn as they are sampled, `thinking` as for `parse`; None where the
+        format has none."""
+        return None
+
+    def without_open_call(self, ids: list[int], thinking: bool = False) -> tuple[int, list[int]]:
+        """A turn that was cut, without a call that was cut in the middle: how many of its ids stay, and what closes the
+        calls among them. `thinking` as for `parse`. Here all calls that can be read stand before the opener of the one
+        that is cut."""
+        tags = self.thinking_tags
+        start = next((i + 1 for i in reversed(range(len(ids))) if ids[i] in tags), 0)
+        if tags[ids[start - 1]] if start else thinking:
+            return len(ids), []  # inside of a thinking block no call can stand
+        text = self.tokenizer.decode(ids[start:])
+        whole = self.parse(text).tool_calls
+        openers = "|".join(re.escape(b.before + b.text) for b in self.boundaries if b.kind == "tool")
+        for at in (match.start() for match in re.finditer(openers, text) if openers):
+            if not self.parse(text[at:]).tool_calls and self.parse(text[:at]).tool_calls == whole:
+                return start + _tokens_before(self.tokenizer.stream(), ids[start:], at), []
+        return len(ids), []
+
+    @property
+    def thinking_tags(self) -> dict[int, bool]:
+        """The tokens around a thinking block; True for those that open one."""
+        return {b.id: "/" not in b.text for b in self.boundaries if b.kind == "think" and b.id is not None}
+
     def check(self, message: Message) -> None:
         """Raises ArgumentError when the format cannot render the message."""
         if message.role not in self.roles:
@@ -195,3 +237,13 @@ class ChatFormat:
             found += [*self.tokenizer.encode(text), token]
             text = ""
         return found + self.tokenizer.encode(text)
+
+
+def _tokens_before(stream: Detokenizer, ids: Sequence[int], at: int) -> int:
+    """How many of the ids stand before the character `at` of their text."""
+    length = 0
+    for i, token in enumerate(ids):
+        length += len(stream.feed(token))
+        if length > at:
+            return i
+    return len(ids)

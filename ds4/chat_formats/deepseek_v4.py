@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ds4.chat_formats.base import Boundary, ChatFormat, Message, Parsed
 from ds4.chat_formats.deepseek_v4_messages import ASSISTANT, BEGIN, REMINDER, USER, conversation, result_parts
 from ds4.chat_formats.deepseek_v4_texts import Texts, of_checkpoint
-from ds4.chat_formats.dsml import DSML, END, THINK, THOUGHT, Event, calls_parts, parsed
+from ds4.chat_formats.dsml import DSML, END, THINK, THOUGHT, CallFinished, Event, calls_parts, parsed
 from ds4.chat_formats.dsml_reader import DsmlReader
 from ds4.tokenizer.base import Tokenizer
 
@@ -33,6 +33,8 @@ class DeepSeekV4(ChatFormat):
     tools = True
     thinking = True
     writes_thinking = True
+    thinking_gap = False
+    tools_keep_thinking = True
 
     def __init__(self, tokenizer: Tokenizer, texts: Texts | None = None) -> None:
         super().__init__(tokenizer)
@@ -102,6 +104,37 @@ class DeepSeekV4(ChatFormat):
         """A reader for the ids of an assistant turn as they are sampled; `thinking` as for `parse`."""
         return TurnReader(self.tokenizer, thinking)
 
+    def without_open_call(self, ids: list[int], thinking: bool = False) -> tuple[int, list[int]]:
+        """Of a block that was cut the whole calls stay, and its end is written behind them. Without any the block goes,
+        and with it the empty line that belongs to it."""
+        reader, dsml = self.reader(thinking), self.tokenizer.control[DSML]
+        begin = end = 0  # of the markup that is open, and of the last whole call in it
+        for i, token in enumerate(ids):
+            was_open = reader.inside_markup
+            events = reader.feed(token)
+            if reader.inside_markup and not was_open:
+                begin, end = i, 0
+            if any(isinstance(event, CallFinished) for event in events):
+                end = i + 1
+        if not reader.inside_markup:
+            return len(ids), []
+        if not end:
+            return self._before_block(ids, begin)
+        last = max(i for i in range(end) if ids[i] == dsml) + 1
+        _, tag, rest = self.tokenizer.decode(ids[last:end]).partition(">")
+        closing = self.ids("\n" * ("\n" not in rest) + "</", DSML, "tool_calls>") if reader.inside_block else []
+        if rest.strip():  # the token that ends the call holds more than its end
+            return last, self.ids(f"invoke{tag}\n</", DSML, "tool_calls>")
+        return end, closing
+
+    def _before_block(self, ids: list[int], begin: int) -> tuple[int, list[int]]:
+        """How many of the ids stand before a block whose first control token is at `begin`; and, where the token before
+        it holds more than the block's "<", the ids of that."""
+        while begin and not self.tokenizer.decode(ids[begin - 1 : begin]).strip(" \n<"):
+            begin -= 1
+        before = self.tokenizer.decode(ids[begin - 1 : begin]) if begin else ""
+        return (begin - 1, self.ids(before[:-1])) if before.endswith("<") else (begin, [])
+
     def encode(
         self,
         messages: list[dict[str, Any]],
@@ -132,6 +165,16 @@ class TurnReader:
     def inside_syntax(self) -> bool:
         """Whether the next token belongs to the markup of a call: see `DsmlReader`."""
         return self._reader.inside_syntax
+
+    @property
+    def inside_markup(self) -> bool:
+        """Whether a call, or the block of the calls, has begun and not ended."""
+        return self._reader.inside_markup or self._reader.inside_syntax
+
+    @property
+    def inside_block(self) -> bool:
+        """Whether the block's opening tag has come and its end has not."""
+        return self._reader.inside_block
 
     def feed(self, token: int) -> list[Event]:
         """The events that are certain with this token. Raises ArgumentError outside the vocabulary."""

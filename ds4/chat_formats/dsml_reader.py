@@ -88,14 +88,15 @@ class DsmlReader:
     spelling; else only those count that `feed_control` brings, and what `feed` brings is text however it is spelled.
 
     `inside_syntax`: the text so far ends where the markup of a call has to go on, not in its arguments or in the
-    answer: a caller may choose the next token greedily there.
+    answer: a caller may choose the next token greedily there. `inside_markup`: calls have begun and not ended, and
+    `inside_block`: the end of their block has still to come.
 
     A call that is cut or malformed is never completed. Behind malformed markup the rest of its block stays unread:
     what was meant as a value can then not be told from a call.
     """
 
     def __init__(self, thinking: bool = False, spelled: bool = True) -> None:
-        self.inside_syntax = False
+        self.inside_syntax = self.inside_markup = self.inside_block = False
         self._input = _Input(spelled)
         self._buffer, self._pos, self._ended = "", 0, False
         self._raw: list[str] = []  # markup that no event has told of yet
@@ -128,11 +129,13 @@ class DsmlReader:
         if (yield from self._reopened()) or thinking:
             yield from self._thoughts()
         while (yield from self._answer()):
+            self.inside_markup = True
             try:
                 yield from self._block()
             except _Unreadable as wrong:
                 yield from self._until(_UNBLOCK)
                 self._fault(str(wrong))
+            self.inside_markup = self.inside_block = False
 
     def _reopened(self) -> Generator[None, None, bool]:
         """Whether the turn begins with a <think> of its own, which is passed over."""
@@ -182,6 +185,7 @@ class DsmlReader:
         calls, faults = self._calls, self._faults
         bare = (yield from self._tag(_BLOCK, _INVOKE)) == _INVOKE
         self._keep(0 if bare else len(_BLOCK))
+        self.inside_block = not bare
         while (tag := (yield from self._look(_INVOKE, _UNBLOCK))) == _INVOKE:
             yield from self._call()
             if self._faults >= MAX_FAULTS:

@@ -11,6 +11,7 @@ from ds4 import conversations
 from ds4.cli import settings, turns
 from ds4.cli.options import Subparsers, UsageError, command, open_engine
 from ds4.cli.output import Output
+from ds4.cli.talk import leaving_on_signals
 from ds4.errors import ArgumentError
 
 
@@ -25,6 +26,9 @@ def add(subparsers: Subparsers) -> None:
     group.add_argument(
         "--no-span-tools", action="store_true", help="the model gets no tools to compact its own conversation"
     )
+    group.add_argument(
+        "--greedy-calls", action="store_true", help="write the markup of calls greedily, where the format allows it"
+    )
     settings.add(parser)
 
 
@@ -37,11 +41,11 @@ def converse(args: argparse.Namespace, out: Output, tools: bool) -> int:
     from ds4.cli.room import Room
 
     path = _resumed(args)
-    chosen = settings.from_args(args, tools, conversations.read(path).state.info if path is not None else None)
+    chosen = settings.from_args(args, tools, conversations.info(path) if path is not None else None)
     args.model = chosen.model
     interactive = sys.stdin.isatty() and sys.stdout.isatty() and not out.json
     permission = turns.Permission(lambda: room.cancel()) if interactive else None
-    with open_engine(args, out) as engine:
+    with leaving_on_signals(), open_engine(args, out) as engine:
         opener = settings.Opener(engine, out, (lambda call, line: True) if args.yes else permission)
         chosen = opener.checked(chosen)
         opened, again = opener.open(chosen, path), f"ds4 {args.command}"
@@ -66,11 +70,11 @@ def converse(args: argparse.Namespace, out: Output, tools: bool) -> int:
 
 def _resumed(args: argparse.Namespace) -> Path | None:
     """The folder of the conversation to go on with."""
-    if not args.resume and not args.go_on:
+    if args.resume is None and not args.go_on:
         return None
     if args.memory:
         raise UsageError("--memory keeps nothing on disk: it cannot go on with a conversation that is there")
-    if args.resume:
+    if args.resume is not None:
         return conversations.find(args.resume)
     found = conversations.conversations()
     if not found:

@@ -8,7 +8,7 @@ import dataclasses
 import io
 import json
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ds4.cli import scenario
 from ds4.cli.options import Subparsers, UsageError, at_least, command
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ds4.cli.costs import Cost
 
 CTX = (2048, 4096, 8192)
+KINDS = ("v4-tiny", "v4-layer")
 
 
 def add(subparsers: Subparsers) -> None:
@@ -31,6 +32,32 @@ def add(subparsers: Subparsers) -> None:
     one.add_argument("--output", choices=sorted(_FORMATS), default="md", help="form of the table (default: md)")
     two = _command(commands, "moves", moves, "truncate, fork, mark, sync and snapshots")
     two.add_argument("--tokens", type=at_least(64), default=512, metavar="N", help="length of the context moved (512)")
+    help = "DeepSeek V4 of random weights: tokens/s and the share of what this machine can do"
+    three = command(commands, "synthetic", synthetic, help)
+    three.add_argument("kind", choices=KINDS, help="v4-layer: a layer of each kind as wide as in V4 Flash (3.6 GB)")
+    three.add_argument(
+        "--depth", type=at_least(1), default=512, metavar="N", help="tokens before the decoded one (512)"
+    )
+    three.add_argument("--repeat", type=at_least(1), default=1, metavar="N", help="prefills; the median counts (1)")
+    three.add_argument("--threads", type=at_least(1), metavar="N", help="default: the CPUs this process may use")
+    three.add_argument("--kv-dtype", choices=["f32", "f16", "fp8"], default="fp8", help="how rows are kept (fp8)")
+    three.add_argument("--output", choices=sorted(_FORMATS), default="md", help="form of the table (default: md)")
+    parser.add_argument(
+        "--synthetic", action=_Synthetic, nargs=argparse.REMAINDER, commands=commands, metavar="KIND",
+        help="the same as synthetic KIND",
+    )  # fmt: skip
+
+
+class _Synthetic(argparse.Action):
+    """`ds4 bench --synthetic KIND ...` is `ds4 bench synthetic KIND ...`."""
+
+    def __init__(self, *args: Any, commands: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.commands = commands
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: str | None = None) -> None:
+        self.commands.required = False
+        self.commands(parser, namespace, ["synthetic", *values], option)
 
 
 def _command(commands: Subparsers, name: str, run: Callable[..., int | None], help: str) -> argparse.ArgumentParser:
@@ -52,6 +79,20 @@ def moves(args: argparse.Namespace, out: Output) -> None:
     with scenario.open_model(args, out) as engine, Figures(engine, out, args.tokens) as figures:
         figures.measure()
         figures.show()
+
+
+# ---- synthetic
+
+
+def synthetic(args: argparse.Namespace, out: Output) -> None:
+    from ds4.cli import speed
+
+    with speed.Bench(args.kind, out, args.depth, args.repeat, args.threads, args.kv_dtype) as bench:
+        roofs, found = bench.measure()
+    forms = _FORMATS | {"md": lambda found: aligned(speed.table(found), left=2)}
+    out.line(forms[args.output](found))
+    for note in bench.notes(roofs):
+        out.note(note)
 
 
 # ---- compaction
@@ -94,17 +135,22 @@ def markdown(costs: Sequence[Cost]) -> str:
     ]
     table = [["ctx", *(str(cost.ctx) for cost in costs)]]
     table += [[name, *(value(cost) for cost in costs)] for name, value in rows]
+    return aligned(table)
+
+
+def aligned(table: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A Markdown table with its head in the first row; columns from `left` on are numbers."""
     widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    lines = ["| " + " | ".join(_cells(row, widths)) + " |" for row in table]
-    rule = "|" + "|".join("-" * (w + 1) + ("-" if not i else ":") for i, w in enumerate(widths)) + "|"
+    lines = ["| " + " | ".join(_cells(row, widths, left)) + " |" for row in table]
+    rule = "|" + "|".join("-" * (w + 1) + ("-" if i < left else ":") for i, w in enumerate(widths)) + "|"
     return "\n".join([lines[0], rule, *lines[1:]])
 
 
-def _cells(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    return [cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+def _cells(row: Sequence[str], widths: Sequence[int], left: int) -> list[str]:
+    return [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
 
 
-def table_csv(costs: Sequence[Cost]) -> str:
+def table_csv(costs: Sequence[Any]) -> str:
     names = [field.name for field in dataclasses.fields(costs[0])]
     text = io.StringIO()
     writer = csv.DictWriter(text, names, lineterminator="\n")
@@ -113,8 +159,8 @@ def table_csv(costs: Sequence[Cost]) -> str:
     return text.getvalue().rstrip("\n")
 
 
-def table_json(costs: Sequence[Cost]) -> str:
+def table_json(costs: Sequence[Any]) -> str:
     return json.dumps([dataclasses.asdict(cost) for cost in costs], indent=2)
 
 
-_FORMATS: dict[str, Callable[[Sequence[Cost]], str]] = {"md": markdown, "csv": table_csv, "json": table_json}
+_FORMATS: dict[str, Callable[[Sequence[Any]], str]] = {"md": markdown, "csv": table_csv, "json": table_json}

@@ -12,7 +12,7 @@ from ds4.cli.output import Output
 def add(subparsers: Subparsers) -> None:
     parser = command(subparsers, "chat", run, "talk to a model; /help inside lists what can be done with the context")
     settings.add(parser)
-    parser.set_defaults(root=None, write=False, bash=False, yes=False, no_span_tools=False)
+    parser.set_defaults(root=None, write=False, bash=False, yes=False, no_span_tools=False, greedy_calls=False)
 
 
 def run(args: argparse.Namespace, out: Output) -> int:

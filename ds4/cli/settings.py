@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 AGENT_SYSTEM = "You help with the files in the user's folder. Look with the tools before you answer."
 _FIXED = {"system": "--system", "chat_format": "--chat-format", "write": "--write", "bash": "--bash"}
-_FIXED |= {"no_span_tools": "--no-span-tools"}
+_FIXED |= {"no_span_tools": "--no-span-tools", "effort": "--effort"}
 
 
 @dataclass(frozen=True)
@@ -45,6 +45,8 @@ class Settings:
     max_tokens: int | None = None
     thinking: bool = True
     drop_thinking: bool = False
+    effort: str | None = None
+    greedy_calls: bool = False
     compact: bool = True
     policy: dict[str, Any] = field(default_factory=dict)
     sampling: dict[str, Any] = field(default_factory=dict)
@@ -52,7 +54,8 @@ class Settings:
 
 _TYPES: dict[str, tuple[type, ...]] = {
     "model": (str,), "system": (str, type(None)), "chat_format": (str, type(None)), "root": (str,),
-    "ctx": (int, type(None)), "max_tokens": (int, type(None)), "policy": (dict,), "sampling": (dict,),
+    "effort": (str, type(None)), "ctx": (int, type(None)), "max_tokens": (int, type(None)),
+    "policy": (dict,), "sampling": (dict,),
 }  # fmt: skip
 
 
@@ -75,6 +78,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a field of the compaction policy, such as tail_fraction=0.2 (repeatable; docs/compaction.md lists them)",
     )
+    group.add_argument("--effort", metavar="NAME", help="the effort of reasoning, where the chat format has some")
     group.add_argument("--no-thinking", action="store_true", help="the model answers without thinking first")
     group.add_argument(
         "--drop-thinking", action="store_true", help="thinking leaves the context when your next message comes"
@@ -92,6 +96,7 @@ def from_args(args: argparse.Namespace, tools: bool, info: Mapping[str, Any] | N
     given: dict[str, Any] = {name: value for name in ("ctx", "max_tokens") if (value := getattr(args, name))}
     given |= {"thinking": False} if args.no_thinking else {}
     given |= {"drop_thinking": True} if args.drop_thinking else {}
+    given |= {"greedy_calls": True} if args.greedy_calls else {}
     given |= {"compact": not args.no_compact} if args.no_compact or policy else {}
     if args.model is not None:
         given["model"] = _lasting(args.model)
@@ -115,7 +120,7 @@ def _new(args: argparse.Namespace, tools: bool, given: Mapping[str, Any]) -> Set
     if "model" not in given:
         raise UsageError("say which model with -m, or go on with a conversation: --resume ID, or --continue")
     system = args.system if args.system is not None or not tools else AGENT_SYSTEM
-    made = Settings(given["model"], system, args.chat_format, tools, os.path.realpath("."))
+    made = Settings(given["model"], system, args.chat_format, tools, os.path.realpath("."), effort=args.effort)
     if tools:
         made = replace(made, write=args.write, bash=args.bash, span_tools=not args.no_span_tools)
     return replace(made, **given)
@@ -127,7 +132,7 @@ def from_info(info: Mapping[str, Any]) -> Settings:
     about = about if isinstance(about, dict) else {}
     names = {one.name for one in fields(Settings)}
     if "model" not in about and not info.get("tools"):  # made by a program, but it has all that a chat needs
-        about = {"model": info.get("model"), "system": info.get("system"), "chat_format": info.get("chat_format")}
+        about = {name: info.get(name) for name in ("model", "system", "chat_format", "effort")}
     if set(about) - names or not all(isinstance(about[name], _TYPES.get(name, (bool,))) for name in about):
         raise StoreError("the log does not say how the conversation was made in a way that this version knows.")
     if "model" not in about:
@@ -175,6 +180,8 @@ class Opener:
             store=store,
             thinking=settings.thinking,
             drop_thinking=settings.drop_thinking,
+            effort=settings.effort,
+            greedy_calls=settings.greedy_calls,
             span_tools=settings.tools and settings.span_tools,
             notes=lambda: [note] if jobs is not None and (note := jobs.note()) is not None else [],
             about=asdict(settings),
