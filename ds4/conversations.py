@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from . import snapshot_check
 from .errors import ArgumentError, StoreError
@@ -102,6 +103,12 @@ class Read:
     scan: Scan
 
     @property
+    def damage(self) -> Damage | None:
+        """What keeps some of it, or all, from being read."""
+        empty = not self.state.seq and self.scan.live is None
+        return Damage(log_files(self.path)[0], 1, "there is nothing in it") if empty else self.scan.live
+
+    @property
     def title(self) -> str:
         """The first line of the first human message, cut."""
         first = next((node.text for _, node in sorted(self.state.nodes.items()) if node.human), "")
@@ -129,12 +136,20 @@ def read(path: Path) -> Read:
     return Read(path, state, found)
 
 
+def info(path: Path) -> dict[str, Any]:
+    """What the conversation in a folder was made with. Raises StoreError when its log cannot tell."""
+    one = read(path)
+    if one.state.seq == 0:
+        raise StoreError(f"{path} cannot be opened: {one.damage}.")
+    return one.state.info
+
+
 def _summary(path: Path) -> Summary:
     nodes = tokens = 0
     title, changed, snapshot_bytes = "", 0.0, 0
     try:
         one = read(path)
-        title, nodes, tokens, damage = one.title, len(one.state.surface), one.state.size, one.scan.live
+        title, nodes, tokens, damage = one.title, len(one.state.surface), one.state.size, one.damage
     except StoreError as error:
         damage = Damage(log_files(path)[0], 1, str(error))
     with suppress(OSError):
@@ -155,7 +170,7 @@ def verify(path: Path) -> list[Damage]:
     spill and its snapshot, by file and line. Raises StoreError when there is none."""
     busy = in_use(path)
     one = read(path)
-    found = list(one.scan.damages)
+    found = list(one.scan.damages) or [damage for damage in (one.damage,) if damage is not None]
     last = log_files(path)[-1]
     if busy and found and found[-1].file == last and found[-1].cut:
         found.pop()  # its writer is in the middle of that line

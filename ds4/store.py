@@ -269,6 +269,8 @@ class Store(MemoryStore):
                 flags = os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_CREAT | os.O_EXCL
                 self._fd = os.open(self.path / new, flags, 0o600)
                 before, sum = seal({"type": "continue", "after": last.file, "lines": last.line}, sum)
+        if os.fstat(self._fd).st_nlink == 0:
+            raise OSError(errno.ENOENT, "its log was deleted while it was open")
         line, sum = seal(event, sum)
         if len(line) > MAX_LINE:
             raise OSError(errno.EFBIG, f"an event of {len(line)} bytes is larger than a line of the log may be")
@@ -372,7 +374,7 @@ def take_lock(path: Path) -> tuple[int | None, OSError | None]:
             holder = os.pread(fd, 20, 0).decode("ascii", "replace").strip()
             who = f"process {holder}" if holder.isdecimal() else "another process"
             raise StoreBusy(f"{path} is in use by {who}: close it there first.")
-        if refused is None:
+        if refused is None and os.fstat(fd).st_nlink == 1:  # else it may be another file besides
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
     except OSError as error:  # such as a full disk: who holds the lock is only for messages, that it is held is not

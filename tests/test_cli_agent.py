@@ -93,7 +93,7 @@ def test_a_person_at_a_terminal(model, home):
         screen.send("/compact\r")
         screen.wait(r"compacted: \d+ -> \d+ tokens[\s\S]*\] >")
         screen.send("/undo\r")
-        screen.wait(r"undone: what compaction")
+        screen.wait(r"undone: the last compaction; ")
         screen.send("What else?\r")
         screen.wait(r"4 generated[^\]]*\]\s+\[[\d.]+k/8k\] >")
         screen.send("/quit\r")

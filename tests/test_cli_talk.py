@@ -127,7 +127,7 @@ class Toy:
         engine = SimpleNamespace(ledger=lambda: ledger)
         self.live = SimpleNamespace(ctx=4096, engine=engine, session=SimpleNamespace(pos=0))
         self.background = SimpleNamespace(ready=False)
-        self.transcript = SimpleNamespace(store=SimpleNamespace(path=None, persistent=False), seq=1)
+        self.transcript = SimpleNamespace(store=SimpleNamespace(path=None, failed=None, persistent=False), seq=1)
         self.held, self.queued, self.cancelled = None, deque(), 0
         self._count()
 
@@ -192,7 +192,7 @@ def test_commands_move_the_conversation(room, capsys):
     assert first.turns == ["one", "four"] and second.turns == ["one", "three"]
     assert first.seeds[0] == 7 and first.seeds[1] != 7
     out = capsys.readouterr().out
-    assert "<one>\n<two>\n" in out and "undone: what turn, before 2, tokens 1" in out
+    assert "<one>\n<two>\n" in out and "undone: your last message and what followed; 2 -> 1 tokens" in out
     assert "branch: branch 2, branches 2, tokens 1" in out
     assert not room.failed
     assert not room.enter("/quit")
@@ -280,7 +280,9 @@ def test_ctrl_c_skips_the_snapshot_and_loses_nothing(tmp_path, capsys):
         raise Cancelled("the save was cancelled.")
 
     chat.save, chat.cancel = save, stopped.set
-    chat.transcript.store = SimpleNamespace(path=tmp_path / "id", persistent=True)
+    (tmp_path / "id").mkdir()
+    (tmp_path / "id" / "log-000001.jsonl").touch()
+    chat.transcript.store = SimpleNamespace(path=tmp_path / "id", persistent=True, failed=None)
     chat.live.session.pos = 600
     room.leave()
     err = capsys.readouterr().err

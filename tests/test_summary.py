@@ -415,11 +415,11 @@ def test_the_request_says_what_it_must():
     assert text.split("\n")[-1] == "Reason: the context is nearly full."
     short = prompts.request("short", "the context is nearly full", 300)
     assert "not the user" in short and "150 words" in short
-    assert short.split("\n")[-1] == text.split("\n")[-1]
+    assert short.split("\n")[-1] == "(Why now: the context is nearly full.)"
     assert "\n-" not in short and "#" not in short and short.count("\n") == 1
-    for form in ("full", "short"):
+    for form, reason in (("full", "\nReason: a test."), ("short", "\n(Why now: a test.)")):
         asked = prompts.request(form, "a test", 100, update="Read a.txt.")
-        assert "Read a.txt." in asked and "up to date" in asked and asked.endswith("\nReason: a test.")
+        assert "Read a.txt." in asked and "up to date" in asked and asked.endswith(reason)
         assert "heckpoint 7" not in asked
         asked = prompts.request(form, "a test", 100, earlier=7)
         assert "heckpoint 7" in asked and "up to date" in asked

@@ -10,6 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from typing import NoReturn
 
@@ -46,6 +47,7 @@ def _version() -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code."""
+    _open_streams()
     try:
         args = build_parser().parse_args(argv)
     except SystemExit as e:  # help, version, or a usage error that is already printed
@@ -55,8 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = args.run(args, out) or 0
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # `ds4 ... | head`: nobody reads on. Python must not complain again when it flushes at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # `ds4 ... | head`: nobody reads on
+        _silence()
         return 1
     except KeyboardInterrupt:
         out.end_line()
@@ -64,15 +66,37 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as e:
         if os.environ.get("DS4_DEBUG") == "1":
             raise
-        out.error(_sentence(e))
+        with suppress(OSError):
+            out.error(_sentence(e))
+        try:
+            sys.stdout.flush()
+        except OSError:  # such as a full disk behind `>`
+            _silence()
         return 2 if isinstance(e, UsageError) else 1
+
+
+def _open_streams() -> None:
+    """Opens standard streams that the caller has closed on nothing: else the next file that is opened, such as a log,
+    would get the number of one, and what is meant for the screen would go into it."""
+    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(fd, True)
+    os.close(fd)
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))
+
+
+def _silence() -> None:
+    """What is still in the buffer of stdout goes nowhere: Python must not complain again when it flushes at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _sentence(e: Exception) -> str:
     if isinstance(e, (Ds4Error, UsageError)):
         return " ".join(str(e).split())
     if isinstance(e, OSError):
-        return f"{e.filename}: {e.strerror}" if e.filename and e.strerror else str(e)
+        return f"{e.filename}: {e.strerror}" if e.filename and e.strerror else e.strerror or str(e)
     if isinstance(e, MemoryError):
         return "this machine has too little memory for that: a smaller --ctx or --pool-tokens needs less"
     return f"internal error, {type(e).__name__}: {e} (DS4_DEBUG=1 shows where)"

@@ -53,7 +53,10 @@ def history(room: Room, argument: str) -> None:
 def undo(room: Room, argument: str) -> None:
     before = room.chat.live.used
     what = room.chat.undo()
-    room.say("undone", what=what, before=before, tokens=room.chat.live.used)
+    after = room.chat.live.used
+    room.out.event("undone", what=what, before=before, tokens=after)
+    said = {"turn": "your last message and what followed", "compaction": "the last compaction"}[what]
+    room.out.line(f"undone: {said}; {before} -> {after} tokens")
 
 
 def retry(room: Room, argument: str) -> None:
@@ -138,7 +141,7 @@ def switch(room: Room, argument: str) -> None:
     path = conversations.find(argument)
     if room.path is not None and path.samefile(room.path):
         return room.fail(f"{path.name} is where you are")
-    wanted = settings.from_info(conversations.read(path).state.info)
+    wanted = settings.from_info(conversations.info(path))
     if wanted.model != room.opened.settings.model:
         return room.fail(f"{path.name} is with {wanted.model}: leave, then {room.again} --resume {path.name}")
     room.switch(room.opener.open(room.opener.checked(wanted), path))
@@ -193,7 +196,8 @@ HELP = "\n".join(
     [
         *(f"{command.usage:<14}{command.help}" for command in COMMANDS.values()),
         f"{'/quit':<14}leave (Ctrl-D too)",
-        "Alt-Enter, or a backslash at the end of a line, begins a new line. Ctrl-C stops an answer and keeps what is",
-        "there; a compaction that it stops has changed nothing.",
+        "Alt-Enter, or a backslash at the end of a line, begins a new line.",
+        "Ctrl-C stops an answer and keeps what is there;",
+        "a compaction that it stops has changed nothing.",
     ]
 )

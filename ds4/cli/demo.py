@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -44,6 +45,13 @@ ASK_LAST = "How many parts of the log have you read, and up to which line?"
 ASK_RULE = "Which rule did I give you about files, and when is the deadline?"
 
 Forced = tuple[str, Sequence[ToolCall]]
+
+
+@dataclass(frozen=True)
+class _Forced:
+    """The answer that comes now is a forced one."""
+
+    type: str = "forced"
 
 
 def add(subparsers: Subparsers) -> None:
@@ -141,15 +149,14 @@ class _Demo:
         if end is None or end.finish == "cancelled":
             raise KeyboardInterrupt
 
-    def marked(self, events: Generator[ev.Event, None, None]) -> Generator[ev.Event, None, None]:
+    def marked(self, events: Generator[ev.Event, None, None]) -> Generator[ev.Event | _Forced, None, None]:
         """The events with a mark before every forced answer."""
         left = len(self.chat.forced)
         try:
             for event in events:
                 if isinstance(event, (ev.Text, ev.ToolCall)) and len(self.chat.forced) < left:
                     left = len(self.chat.forced)
-                    self.out.event("forced")
-                    self.out.stream("[forced] ", style="dim")
+                    yield _Forced()
                 yield event
         finally:
             events.close()

@@ -14,7 +14,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 from rich.console import Console, Group
@@ -28,14 +28,15 @@ from ds4.memory import size_text
 Report = Callable[[int, int], None]
 """report(done, total); total 0 = unknown."""
 
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+# C0 and C1, and what turns the direction of a line around or breaks one for some programs
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 PLAIN_EVERY = 5.0  # seconds between two progress lines that are not drawn in place
 JSON_EVERY = 0.1
 
 
 def printable(text: str) -> str:
     """`text` with control characters, except tab and newline, as visible escapes."""
-    return _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}", text)
+    return _CONTROL.sub(lambda m: f"\\x{ord(m[0]):02x}" if m[0] < "\u0100" else f"\\u{ord(m[0]):04x}", text)
 
 
 def fancy(stream: IO[str]) -> bool:
@@ -119,9 +120,9 @@ class Output:
     def end_line(self) -> None:
         """Ends a streamed line that is still open."""
         if not self._column_zero:
+            self._column_zero = True
             sys.stdout.write("\n")
             sys.stdout.flush()
-            self._column_zero = True
 
     def line(self, text: str = "", style: str = "") -> None:
         """One line of a result, in text mode."""
@@ -179,8 +180,9 @@ class Output:
 
     def error(self, text: str) -> None:
         """The one sentence that a failure ends with."""
-        self.end_line()
-        self.event("error", message=text)
+        with suppress(OSError):  # it may be stdout that has failed
+            self.end_line()
+            self.event("error", message=text)
         self.err.print(Text.assemble(("ds4: ", "bold red"), printable(text)), soft_wrap=True)
 
     @contextmanager

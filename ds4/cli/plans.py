@@ -29,17 +29,22 @@ def show_whole(chat: Chat, out: Output, pace: float) -> None:
         out.line(f"no compaction: {made.reason}")
         return
     request = request_for(surface, live.writer, limits, compactor.policy, "asked for", waiting)
-    stays = [node for node in surface if any(node.number == other.number for other in made.surface)]
+    kept = {node.number: node for node in made.surface}
+    stays = [node for node in surface if node.number in kept and node.ids == kept[node.number].ids]
+    cut = [node for node in surface if node.number in kept and node.ids != kept[node.number].ids]
     reused = live.session.nearest_exact(common(live.session.tokens, tokens_of(made.surface)))
     evaluated = made.size - reused
     seconds = _seconds(evaluated + len(request.prompt), live.speed, limits.summary, pace)
     out.event(
         "plan", possible=True, before=live.used, after=made.size, summary=limits.summary, reused=reused,
         evaluated=evaluated, tail=made.kept_tail, goes=[n.number for n in made.replaced],
-        stays=[n.number for n in stays], seconds=seconds,
+        stays=[n.number for n in stays], cut=[n.number for n in cut], seconds=seconds,
     )  # fmt: skip
     out.line(f"goes:    {_listed(made.replaced)}")
     out.line(f"stays:   {_listed(stays)}")
+    if cut:
+        ends = sum(len(kept[node.number]) for node in cut)
+        out.line(f"cut:     {_listed(cut)}: of what is too large the two ends stay, {ends} tokens")
     out.line(f"tokens:  {live.used} become {made.size} and the summary, which has {limits.summary} at most")
     out.line(f"prefill: {evaluated} again and the summary, {reused} stay in place; {_expected(seconds)}")
 

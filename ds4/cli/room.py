@@ -19,6 +19,7 @@ from ds4.cli.talk import interruptible, talk
 from ds4.errors import Ds4Error
 from ds4.events import Summary, Text, Thinking
 from ds4.memory import size_text
+from ds4.store import Store
 
 if TYPE_CHECKING:
     from ds4.agent.chat import Chat
@@ -79,6 +80,8 @@ class Room:
             else:
                 self._begin()
                 self.show(self.chat.send(text))
+        except BrokenPipeError:  # nobody reads what is said
+            raise
         except (Ds4Error, OSError) as error:
             self.fail(" ".join(str(error).split()))
         except KeyboardInterrupt:  # a second one, when the turn had just ended
@@ -178,13 +181,19 @@ class Room:
             try:
                 self.save()
             except (Ds4Error, OSError) as error:
-                self.out.note(f"no snapshot: {' '.join(str(error).split())} Nothing is lost: the log has everything.")
+                self.out.note(f"no snapshot: {' '.join(str(error).split()).rstrip('.')}. Nothing is lost without it.")
         if len(self.branches) > 1:
             self.out.note(f"{len(self.branches) - 1} branches were kept in memory only and end here")
         self._end_jobs()
-        path = self.path
+        path, failed = self.path, self.branches[0].transcript.store.failed
         self._close()
-        if path is not None:
+        if path is None:
+            return
+        if not Store.exists(path):
+            self.out.note(f"nothing is kept: {path} has no log")
+        elif failed is not None:
+            self.out.note(f"the end of it is lost; go on from what is kept with: {self.again} --resume {path.name}")
+        else:
             self.out.note(f"kept; go on with: {self.again} --resume {path.name}")
 
     def save(self) -> int:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ds4 import events as ev
-from ds4.cli.output import Output, Report
+from ds4.cli.output import Output, Report, printable
 from ds4.errors import Cancelled
 from ds4.events import Prefill, TurnEnd
 
@@ -40,6 +40,27 @@ def interruptible(stop: Callable[[], None]) -> Iterator[threading.Event]:
         yield pressed
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def leaving_on_signals() -> Iterator[None]:
+    """Inside, the first SIGTERM or SIGHUP (the terminal was closed) raises SystemExit, so that nothing that was started
+    runs on unseen and the terminal is put right; a second one ends at once. Where they are ignored they stay so."""
+
+    def handle(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        raise SystemExit(128 + number)
+
+    ours = []
+    if threading.current_thread() is threading.main_thread():
+        ours = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) == signal.SIG_DFL]
+    for number in ours:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number in ours:
+            signal.signal(number, signal.SIG_DFL)
 
 
 def talk(out: Output, events: Generator[Any, None, None], cancel: Callable[[], None]) -> TurnEnd | None:
@@ -119,12 +140,12 @@ class _Screen:
     def _tool_call(self, event: ev.ToolCall) -> None:
         self.out.end_line()
         arguments = json.dumps(dict(event.arguments), ensure_ascii=False)
-        self.out.line(f"-> {event.name} {_cut(arguments, 200)}", style="cyan")
+        self.out.line(printable(f"-> {event.name} {_cut(arguments, 200)}"), style="cyan")
 
     def _tool_result(self, event: ev.ToolResult) -> None:
         lines = event.text.splitlines()
         for line in lines[:RESULT_LINES]:
-            self.out.line(f"   {_cut(line, 120)}", style="dim")
+            self.out.line(printable(f"   {_cut(line, 120)}"), style="dim")  # hostile in a pipe, too: think of tee
         if len(lines) > RESULT_LINES:
             self.out.line(f"   ... {len(lines) - RESULT_LINES} more lines", style="dim")
 
@@ -168,6 +189,10 @@ class _Screen:
             f"not compacted ({event.step}): {event.reason.rstrip('.')}. Nothing has changed.", style="magenta"
         )
 
+    def _forced(self, event: Any) -> None:
+        """Of `ds4 demo`: the answer that comes is not the model's own."""
+        self.out.stream("[forced] ", style="dim")
+
     def _turn_end(self, event: TurnEnd) -> None:
         self.end = event
 
@@ -181,5 +206,7 @@ def _cut(text: str, limit: int) -> str:
 def figures(end: TurnEnd, decoding: float) -> str:
     """One line about a turn; `decoding`: seconds since the prompt was in."""
     speed = f", {end.generated / decoding:.1f} tokens/s" if decoding > 0.05 and end.generated else ""
+    if end.finish == "cancelled" and not end.prompt_tokens:
+        return "[stopped before an answer began]"
     why = {"length": "; cut at the token limit", "cancelled": "; stopped"}.get(end.finish, "")
     return f"[{end.prompt_tokens} prompt tokens, {end.reused} of them reused; {end.generated} generated{speed}{why}]"

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import sys
+import termios
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from ds4 import models
@@ -20,13 +22,14 @@ def lines() -> Iterator[str]:
     text = ""
     try:
         for raw in sys.stdin:
+            raw.encode()  # in some locales Python lets through what is not UTF-8
             line = raw.rstrip("\n")
             if line.endswith("\\"):
                 text += line[:-1] + "\n"
                 continue
             yield text + line
             text = ""
-    except UnicodeDecodeError:
+    except UnicodeError:
         raise UsageError("the input is not UTF-8: convert it first, for example with iconv") from None
     if text:
         yield text
@@ -77,11 +80,17 @@ def prompt_session(history: bool = True, **options):  # type: ignore[no-untyped-
 
 
 def ask(question: str) -> str | None:
-    """One line from the keyboard, "" where the input has ended; None when Ctrl-C was pressed instead."""
+    """One line from the keyboard, "" where the input has ended; None when Ctrl-C was pressed instead. What was typed
+    before the question could be read is no answer to it."""
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.input.typeahead import clear_typeahead
 
+    session: PromptSession[str] = PromptSession()
     try:
-        answer: str = PromptSession().prompt(printable(question))
+        with suppress(termios.error, OSError, ValueError):  # no terminal
+            termios.tcflush(sys.stdin, termios.TCIFLUSH)
+        clear_typeahead(session.app.input)
+        answer = session.prompt(printable(question))
         return answer
     except KeyboardInterrupt:
         return None

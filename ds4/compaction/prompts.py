@@ -8,7 +8,7 @@ from ..errors import ArgumentError
 from ..tokenizer.base import Tokenizer
 
 RESUME = "Go on with the task from where it was cut."
-PLACEHOLDER = "(The result is not shown yet.)"
+PLACEHOLDER = "(Not shown yet.)"
 NO_SUMMARY = "No summary was written."
 LEDGER_TITLE = "Record of calls and messages, oldest first:"
 
@@ -31,12 +31,13 @@ _FULL_UPDATE = """
 The summary of what came before, to be brought up to date: write one that takes its place.
 {update}"""
 _FULL_EARLIER = "\nBring the summary in checkpoint {number} above up to date: write one that takes its place."
-_SHORT = (  # one sentence, at most 60 tokens: small models copy lists and loop on headings, a sentence they answer
-    "Internal note, not the user: before the context is cut, write down in at most {words} words what the user wants, "
-    "what you have read and done, what you found, and which step comes next."
+_SHORT = (  # one sentence, at most 60 tokens, its first words given: small models copy lists, headings and labels
+    "Note for yourself, not the user: say in at most {words} words what you were asked to do, what you have read, done "
+    'and found, and what comes next; begin with "I was asked to".'
 )
-_SHORT_UPDATE = " Bring this earlier note up to date: {update}"
+_SHORT_UPDATE = " Bring your earlier note up to date, and keep what is in it:\n{update}"
 _SHORT_EARLIER = " Bring the note in checkpoint {number} up to date."
+_REASON, _SHORT_REASON = "\nReason: {reason}.", "\n(Why now: {reason}.)"
 SHORT_WORDS = 150
 
 
@@ -51,7 +52,7 @@ def request(form: str, reason: str, words: int, update: str | None = None, earli
         text += (_FULL_UPDATE if full else _SHORT_UPDATE).format(update=update.strip())
     elif earlier:
         text += (_FULL_EARLIER if full else _SHORT_EARLIER).format(number=earlier)
-    return f"{text}\nReason: {' '.join(reason.split()).rstrip('.')}."
+    return text + (_REASON if full else _SHORT_REASON).format(reason=" ".join(reason.split()).rstrip("."))
 
 
 def checkpoint_text(number: int, summary: str, ledger: str = "") -> str:

@@ -105,7 +105,7 @@ def plan_whole(
         if not _worth(gone) and not kept.previews:
             shorter = kept.without(before - limits.landing) if before > limits.landing else None
             if shorter is None:
-                return Refusal("nothing", "nothing to compact: all that stands above the system prompt stays anyway")
+                return Refusal("nothing", "nothing to compact: all that comes after the system prompt stays anyway")
             kept = shorter
             continue
         checkpoint = _checkpoint(gone, writer, limits, summary, number, locator)
