@@ -210,6 +210,14 @@ def test_resume_of_nothing(model, capsys):
     assert "there is no conversation ''" in capsys.readouterr().err
 
 
+def test_a_full_context_that_does_not_compact_can_be_opened_again(model):
+    code, _, err = ds4("$DS4 chat -m $M --threads 1 --ctx 300", model, "Tell me a story.\n" * 2)
+    (one,) = conversations.conversations()
+    assert code == 1 and "this is more than ctx 300" in err and 280 < one.tokens <= 300
+    code, _, err = ds4("$DS4 chat --continue --threads 1", input="/undo\n")
+    assert code == 0, err
+
+
 def test_a_plan_names_what_is_cut(model, capsys, monkeypatch):
     text = " ".join(f"fact {i}: {i * i};" for i in range(250))
     code, out, err = ds4("$DS4 chat -m $M --threads 1 -n 2 --memory --ctx 8192", model, f"{text}\n/plan\n")

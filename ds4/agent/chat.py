@@ -458,7 +458,14 @@ class Chat:
     def reserve(self) -> int:
         """What must stay free behind a message, without a policy the least that an answer takes."""
         limits = self.live.limits
-        return limits.reserve if limits is not None else len(self.format.generation_prefix(self.thinking)) + 1
+        if limits is not None:
+            return limits.reserve
+        return len(self.format.generation_prefix(self.thinking)) + 1 + self.closing
+
+    @property
+    def closing(self) -> int:
+        """The most tokens that close an answer which is cut."""
+        return len(self.format.end_turn([])) + bool(self.format.thinking_tags)
 
     def admit_user(self, text: str) -> Generator[Event, None, None]:
         """Appends a user message, behind a compaction where one is due; it waits in the slot meanwhile. Raises

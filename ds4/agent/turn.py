@@ -190,7 +190,7 @@ class Turn:
     def _tokens(self, answer: _Answer) -> Generator[Token, None, None]:
         """The tokens of the answer: forced ones, else sampled ones, up to the generation reserve."""
         session, limits, most = self.live.session, self.live.limits, self.chat.max_tokens
-        room = max(0, session.ctx - session.pos - (limits.generation if limits is not None else 0))
+        room = max(0, session.ctx - session.pos - (limits.generation if limits is not None else self.chat.closing))
         if self.chat.forced:
             for token in self._forced(self.chat.forced.popleft(), room):
                 answer.cut = limits is not None and token.finish == "length"
