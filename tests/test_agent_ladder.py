@@ -60,7 +60,7 @@ def room(chat: Chat, around: int) -> int:
     """The tokens of the largest text that fits, with `around` tokens around it: from the spec's formulas."""
     limits = chat.live.limits
     if limits is None:
-        return chat.live.ctx - 1 - len(chat.format.generation_prefix()) - chat.live.used - around
+        return chat.live.ctx - 1 - len(chat.format.generation_prefix()) - chat.closing - chat.live.used - around
     return chat.live.ctx - 1 - max(limits.tool_result, limits.generation) - chat.live.used - around
 
 

@@ -210,12 +210,13 @@ def test_resume_of_nothing(model, capsys):
     assert "there is no conversation ''" in capsys.readouterr().err
 
 
-def test_a_full_context_that_does_not_compact_can_be_opened_again(model):
-    code, _, err = ds4("$DS4 chat -m $M --threads 1 --ctx 300", model, "Tell me a story.\n" * 2)
-    (one,) = conversations.conversations()
-    assert code == 1 and "this is more than ctx 300" in err and 280 < one.tokens <= 300
-    code, _, err = ds4("$DS4 chat --continue --threads 1", input="/undo\n")
-    assert code == 0, err
+def test_a_full_context_that_does_not_compact_can_be_opened_again(engine, home):
+    with Chat(engine, ctx=300, policy=None, store=home / "one") as chat:
+        chat.force("x" * 500)
+        assert list(chat.send("Tell me a story."))[-1].finish == "length"
+        assert 295 < chat.live.used <= 300
+    with Chat(engine, ctx=300, policy=None, store=home / "one") as chat:
+        assert chat.undo() == "turn"
 
 
 def test_a_plan_names_what_is_cut(model, capsys, monkeypatch):
