@@ -31,7 +31,7 @@ CTX = 2048
 POLICY = CompactionPolicy(
     soft_fraction=0.5, summary_max=64, summary_min_room=16, tail_fraction=0.05, request="short", generation_reserve=128
 )
-SUMMARY = "Files were read."
+SUMMARY = "Six maps, quays."
 RULE = "Do not change any file, deadline Friday 14:00."
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},

@@ -150,7 +150,7 @@ def test_a_turn_that_is_cut_inside_of_a_block(way, behind, whole):
 def test_cut_at_the_reserve_in_the_middle_of_a_call(monkeypatch):
     policy = CompactionPolicy(soft_fraction=0.5, summary_max=64, summary_min_room=16, tail_fraction=0.05,
                               request="short", generation_reserve=128)  # fmt: skip
-    summarised(monkeypatch, engine("v4"), "Files were read.")
+    summarised(monkeypatch, engine("v4"), "Six maps, quays.")
     options = {"tools": [echo], "policy": policy, "ctx": 6144, "max_tokens": None, "chat_format": "deepseek-v4"}
     with chatting("v4", **options) as chat:
         long = dsml(call("echo", text="x" * 8000))
