@@ -89,6 +89,7 @@ class Checkpoint:
                 digest.update(data[begin : begin + SAMPLE])
             if tensor.scales is not None:
                 digest.update(struct.pack("<Q", len(tensor.scales)) + tensor.scales[:SAMPLE])
+            self.forget(tensor)  # the samples of a model with many tensors would stay in memory
         return digest.digest()
 
     def forget(self, tensor: Tensor) -> None:
