@@ -124,7 +124,8 @@ def forced(model, call, *flags):
     args = ["agent", "-m", model, "--ctx", "20000", "--threads", "1", "--memory", *flags]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "CALL": json.dumps(call)}
     pipe = subprocess.PIPE
-    return subprocess.Popen([sys.executable, "-c", FORCED, *args], env=env, stdin=pipe, stdout=pipe, stderr=pipe)
+    command = [sys.executable, "-c", "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)\n" + FORCED, *args]
+    return subprocess.Popen(command, env=env, stdin=pipe, stdout=pipe, stderr=pipe)
 
 
 def test_what_a_tool_gives_is_shown_without_escape_sequences_in_a_pipe_too(model, tmp_path):
