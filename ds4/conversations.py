@@ -21,7 +21,7 @@ from .nodes import Node
 from .sealed import Damage, make_folder, sync_folder
 from .spill import Spill, damages, folder_name
 from .store import SNAPSHOT, VERSION, in_use, new_id, take_lock
-from .transcript import State
+from .transcript import State, Transcript
 
 TITLE = 60  # characters
 _DELETED = ".deleted-"
@@ -159,10 +159,10 @@ def _summary(path: Path) -> Summary:
     return Summary(path.name, path, title, nodes, tokens, changed, snapshot_bytes, damage, in_use(path))
 
 
-def history(one: Read) -> list[tuple[Node, bool]]:
+def history(of: State | Transcript) -> list[tuple[Node, bool]]:
     """Every node of the present line of history as it first came, and whether it is on the surface."""
-    there = {node.number for node in one.state.surface}
-    return [(node, node.number in there) for node in one.state.history()]
+    there = {node.number for node in of.surface}
+    return [(node, node.number in there) for node in of.history()]
 
 
 def verify(path: Path) -> list[Damage]:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .chat_formats import ChatFormat, Message, ToolCall
+from .chat_formats import ChatFormat, Message, Parsed, ToolCall
 
 FILLER = "Noted."  # the answer to a message that has none, where turns must alternate
 
@@ -25,8 +25,7 @@ class Node:
     `text`: its text without thinking and calls; of a first message without the system prompt at its head. `calls` of
     an assistant node have ids, unique in the conversation; `result_of` is the id that a tool node answers, `index` of
     `count` its place among the results of its message. `headed`: the ids begin with the system prompt (formats without
-    a system role). `finish`: how a sampled turn ended; "forced" when its tokens were given. `data`: what a kind adds,
-    as JSON.
+    a system role). `finish`: how a sampled turn ended. `data`: what a kind adds, as JSON.
     """
 
     role: str
@@ -105,16 +104,19 @@ class Writer:
         return Node("user", tuple(ids), text, kind, headed=first and self._head is not None, data=data or {})
 
     def sampled(
-        self, ids: Sequence[int], calls: Sequence[ToolCall] = (), finish: str = "", *, thinking: bool = True
+        self,
+        ids: Sequence[int],
+        parsed: Parsed,
+        calls: Sequence[ToolCall] = (),
+        finish: str = "",
+        *,
+        thinking: bool = True,
     ) -> Node:
-        """An assistant turn from its sampled ids; text and thinking are read from them. `thinking`: as the generation
-        prefix before them was made."""
-        format = self.format
-        prefix = format.generation_prefix(thinking)
-        said = list(ids[:-1] if ids and ids[-1] in format.stop_ids else ids)
-        parsed = format.parse_ids(said, self.thinks(prefix))
+        """An assistant turn from its sampled ids and what they say. `thinking`: as the generation prefix before them
+        was made."""
+        prefix = self.format.generation_prefix(thinking)
         # the end depends on what the prefix has left open
-        whole = (*prefix, *ids, *format.end_turn([*prefix, *ids]))
+        whole = (*prefix, *ids, *self.format.end_turn([*prefix, *ids]))
         return Node("assistant", whole, parsed.content, thinking=parsed.thinking, calls=tuple(calls), finish=finish)
 
     def thinks(self, ids: Sequence[int]) -> bool:
@@ -124,8 +126,8 @@ class Writer:
 
     def without_thinking(self, node: Node) -> Node:
         """An assistant node without its thinking; others, and those without, as they are."""
-        close = {b.id for b in self.format.boundaries if b.kind == "think" and "/" in b.text}
-        at = next((i for i in range(len(node.ids) - 1, -1, -1) if node.ids[i] in close), -1)
+        tags = self.format.thinking_tags
+        at = next((i for i in reversed(range(len(node.ids))) if tags.get(node.ids[i]) is False), -1)
         if not node.thinking or at < 0:
             return node
         rest = list(node.ids[at + 1 :])

@@ -21,7 +21,7 @@ from ds4 import chat_formats, models
 from ds4.chat_formats import ToolCall
 from ds4.compaction import prompts, summary, whole
 from ds4.compaction.policy import CompactionPolicy
-from ds4.compaction.summary import PENALTY, Repetition, SummaryPass, echo_share, summary_pass, whole_sentences
+from ds4.compaction.summary import PENALTY, Repetition, SummaryPass, echo_share, whole_sentences
 from ds4.errors import Cancelled, NonFiniteError
 from ds4.events import Prefill, Summary, SummaryDiscarded
 from ds4.nodes import Writer, tokens_of
@@ -330,14 +330,14 @@ def test_numbers_that_are_none_are_an_error(make, engine, monkeypatch):
     assert one.session.pos == len(one.before) + len(one.prompt)
 
 
-def test_the_function_closes_what_the_object_leaves_open(make):
+def test_a_pass_is_closed_in_the_middle(make):
     one = make(GOOD)
-    work = summary_pass(
-        one.session, one.format, one.prompt, LIMITS, POLICY, request_ids=[], accept=lambda text: None
-    )  # fmt: skip
+    work = one.work.run()
     next(work)
     next(work)
     work.close()
+    one.work.close()
+    one.work.close()
 
 
 # ---- what is noticed

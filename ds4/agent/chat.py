@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -30,7 +29,7 @@ from ds4.errors import ArgumentError, Busy, Cancelled, ContextFull, Ds4Error, Un
 from ds4.events import Event, Notice, Text
 from ds4.nodes import Node, Writer, size_of
 from ds4.sampling import Sampling
-from ds4.store import MemoryStore, Store, log_files
+from ds4.store import MemoryStore, Store
 from ds4.transcript import Held, Transcript
 
 from .admission import admit, append_whole
@@ -42,6 +41,14 @@ RETRY_TEMPERATURE = 0.8  # a greedy answer would only come again
 LOST = "the turn was cut before the result came; call the tool again if it is still needed."
 REFUSED = "the user does not allow this call; ask what to do instead, or go on without it."
 NOBODY = "this call needs the user's permission, and nobody is there to be asked: it was not run. Go on without it."
+
+
+def calls_tools(engine: Engine, chat_format: str | None = None) -> bool | None:
+    """Whether a chat format, by default the model's own, has tool calls; None where there is no format to be asked."""
+    name = chat_format or default_format(engine)
+    if name is None or engine.tokenizer is None:
+        return None
+    return chat_formats.get(name, engine.tokenizer, engine.checkpoint).tools
 
 
 def default_format(engine: Engine) -> str | None:
@@ -159,7 +166,7 @@ class Chat:
             raise
         try:
             model = models.describe(engine.model)
-            manual = (policy or CompactionPolicy()).for_model(getattr(model, "compaction", {}))
+            manual = (policy or CompactionPolicy()).for_model(model.compaction if model is not None else {})
             self.live = Live(engine, self.writer, transcript, session, manual if policy is not None else None)
             self.live.check()
             archive = self.spans.options.auto_archive
@@ -179,7 +186,7 @@ class Chat:
         not what this chat has: the ids of its system prompt are part of it."""
         if path is None:
             return Transcript(MemoryStore())
-        if log_files(Path(path)):
+        if Store.exists(path):
             store = Store.open(path)
         else:
             store = Store.create(path, {"model": self.engine.model, "about": self.about, **info})

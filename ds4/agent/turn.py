@@ -38,10 +38,11 @@ UNREADABLE = (
 
 @dataclass
 class _Answer:
-    """What the model wrote. `cut`: at the generation reserve, where a summary is still possible. `node`, made of the
-    first `kept` ids and what closes them, is what the transcript has of it. `faults`: a sentence for each call that
-    cannot be read."""
+    """What the model wrote. `thinks`: the prefix before it has left a thinking block open. `cut`: at the generation
+    reserve, where a summary is still possible. `node`, made of the first `kept` ids and what closes them, is what the
+    transcript has of it. `faults`: a sentence for each call that cannot be read."""
 
+    thinks: bool
     ids: list[int] = field(default_factory=list)
     finish: str = "cancelled"
     cut: bool = False
@@ -154,13 +155,13 @@ class Turn:
             reused, evaluated = yield from self._prompt(prefix)
         if not self.prompt_tokens:
             self.prompt_tokens, self.reused = reused + evaluated, reused
-        answer, thinks = _Answer(), self.chat.writer.thinks(prefix)
-        shown = _Shown(self.chat, thinks)
+        answer = _Answer(self.chat.writer.thinks(prefix))
+        shown = _Shown(self.chat, answer.thinks)
         try:
             yield from self._sample(answer, shown)
         finally:
             self.generated += len(answer.ids)
-            self._keep(answer, thinks)
+            self._keep(answer)
         yield from shown.rest(answer)
         for call in answer.calls:
             yield Called(call.id, call.name, call.arguments)
@@ -198,7 +199,7 @@ class Turn:
             return
         left = room if most is None else min(most, room)
         reserve = limits is not None and left == room
-        budget, syntax = _ThinkingBudget(self.chat), _Syntax(self.chat)
+        budget, syntax = _ThinkingBudget(self.chat, answer.thinks), _Syntax(self.chat, answer.thinks)
         while True:
             closing = None
             for token in session.generate(
@@ -233,23 +234,22 @@ class Turn:
             text = "" if token in self.format.stop_ids else stream.feed(token)
             yield Token(token, text, None, "stop" if i == len(ids) - 1 else None, None)
 
-    def _keep(self, answer: _Answer, thinks: bool) -> None:
+    def _keep(self, answer: _Answer) -> None:
         """Appends the answer as it is, closed where it was cut. Where there is nothing to keep, the question waits for
         an answer: retry gives one."""
         ids, kept = answer.ids, len(answer.ids)
         if self.chat.has_tools and answer.finish != "stop":
-            kept, closing = self.format.without_open_call(ids, thinks)
+            kept, closing = self.format.without_open_call(ids, answer.thinks)
             ids = [*ids[:kept], *closing]
         if not ids:
             return
+        parsed = self.format.parse_ids(ids, answer.thinks)
         calls: tuple[ToolCall, ...] = ()
         if self.chat.has_tools:
-            said = ids[:-1] if ids[-1] in self.format.stop_ids else ids
-            parsed = self.format.parse_ids(said, thinks)
             stem = f"call-{self.transcript.seq + 1}"
             calls = tuple(replace(call, id=f"{stem}-{i}") for i, call in enumerate(parsed.tool_calls, 1))
             answer.faults = parsed.faults
-        node = self.chat.writer.sampled(ids, calls, answer.finish, thinking=self.chat.thinking)
+        node = self.chat.writer.sampled(ids, parsed, calls, answer.finish, thinking=self.chat.thinking)
         answer.kept, answer.node = kept, self.transcript.append(node)[0]
 
     # ---- its tools
@@ -360,21 +360,18 @@ class _Shown:
             seen, at = seen + len(self._pieces[at]), at + 1
         if seen != self._seen:
             return self._format.parse(held).content
-        ids = answer.ids[at : answer.kept]
-        if ids and ids[-1] in self._format.stop_ids:
-            del ids[-1]
-        return self._format.parse_ids(ids).content
+        return self._format.parse_ids(answer.ids[at : answer.kept]).content
 
 
 class _ThinkingBudget:
     """Bounds one thinking block: says which token closes it when it has become too long."""
 
-    def __init__(self, chat: Chat) -> None:
+    def __init__(self, chat: Chat, thinks: bool) -> None:
         policy = chat.live.policy
         self._most = policy.thinking_budget if policy is not None else None
         self._tags = chat.format.thinking_tags
         self._close = next((id for id, opens in self._tags.items() if not opens), None)
-        self._inside, self._count = chat.writer.thinks(chat.format.generation_prefix(chat.thinking)), 0
+        self._inside, self._count = thinks, 0
 
     def exceeded(self, token: Token) -> int | None:
         if token.id in self._tags:
@@ -390,10 +387,8 @@ class _ThinkingBudget:
 class _Syntax:
     """Says where an answer is inside of a call's markup, which is then written greedily, if the chat wants that."""
 
-    def __init__(self, chat: Chat) -> None:
-        wanted = chat.greedy_calls and chat.has_tools
-        thinks = chat.writer.thinks(chat.format.generation_prefix(chat.thinking))
-        self._reader = chat.format.reader(thinks) if wanted else None
+    def __init__(self, chat: Chat, thinks: bool) -> None:
+        self._reader = chat.format.reader(thinks) if chat.greedy_calls and chat.has_tools else None
 
     def inside(self) -> bool:
         return self._reader is not None and self._reader.inside_syntax

@@ -173,9 +173,13 @@ class ChatFormat:
         raise NotImplementedError
 
     def parse_ids(self, ids: Sequence[int], thinking: bool = False) -> Parsed:
-        """Reads the sampled ids of an assistant turn. Where a format can, it tells control tokens from text that only
-        spells them."""
-        return self.parse(self.tokenizer.decode(ids), thinking)
+        """Reads the sampled ids of an assistant turn; a token that ends the turn is no part of its text. Where a format
+        can, it tells control tokens from text that only spells them."""
+        return self.parse(self.tokenizer.decode(self.said(ids)), thinking)
+
+    def said(self, ids: Sequence[int]) -> Sequence[int]:
+        """The sampled ids of an assistant turn without a token that ends it."""
+        return ids[:-1] if ids and ids[-1] in self.stop_ids else ids
 
     def reader(self, thinking: bool = True) -> Reader | None:
         """A reader for the ids of an assistant turn as they are sampled, `thinking` as for `parse`; None where the

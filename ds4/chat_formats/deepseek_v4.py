@@ -98,7 +98,7 @@ class DeepSeekV4(ChatFormat):
 
     def parse_ids(self, ids: Sequence[int], thinking: bool = False) -> Parsed:
         reader = self.reader(thinking)
-        return parsed([*(event for i in ids for event in reader.feed(i)), *reader.finish()])
+        return parsed([*(event for i in self.said(ids) for event in reader.feed(i)), *reader.finish()])
 
     def reader(self, thinking: bool = True) -> TurnReader:
         """A reader for the ids of an assistant turn as they are sampled; `thinking` as for `parse`."""

@@ -44,9 +44,7 @@ def plan(room: Room, argument: str) -> None:
 def history(room: Room, argument: str) -> None:
     if argument and (not argument.isdecimal() or argument == "0"):
         return room.fail(f"/history takes a number of messages, not {argument!r}")
-    transcript = room.chat.transcript
-    there = {node.number for node in transcript.surface}
-    nodes = [(node, node.number in there) for node in transcript.history()]
+    nodes = conversations.history(room.chat.transcript)
     show_nodes(room.out, nodes[-int(argument) :] if argument else nodes, states=True)
 
 

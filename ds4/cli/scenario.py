@@ -80,11 +80,9 @@ def open_model(args: argparse.Namespace, out: Output) -> Engine:
 
 def need_tools(engine: Engine, model: str) -> None:
     """Raises UnsupportedError when the model's chat format has no tool calls."""
-    from ds4 import chat_formats
-    from ds4.agent.chat import default_format
+    from ds4.agent.chat import calls_tools
 
-    name = default_format(engine)
-    if name is None or engine.tokenizer is None or not chat_formats.get(name, engine.tokenizer).tools:
+    if not calls_tools(engine):
         raise UnsupportedError(
             f"{model} has no way to call tools, and this conversation needs them; take another model."
         )

@@ -57,7 +57,7 @@ def show_conversations(out: Output, here: str = "") -> None:
 
 def show(args: argparse.Namespace, out: Output) -> None:
     one = conversations.read(conversations.find(args.conversation))
-    nodes = conversations.history(one) if args.all else [(node, True) for node in one.state.surface]
+    nodes = conversations.history(one.state) if args.all else [(node, True) for node in one.state.surface]
     show_nodes(out, nodes, args.all)
     if (held := one.state.held) is not None:
         out.event("held", kind=held.kind, text=held.text)

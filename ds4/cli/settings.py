@@ -190,9 +190,12 @@ class Opener:
 
     def checked(self, settings: Settings) -> Settings:
         """The settings that this model and its context can do; what they cannot is said in a line."""
+        from ds4.agent.chat import calls_tools
         from ds4.compaction.policy import MIN_CTX
 
-        if settings.tools and not self._calls_tools(settings):
+        if (
+            settings.tools and calls_tools(self.engine, settings.chat_format) is False
+        ):  # of None Chat says what is wrong
             self.out.note(f"the chat format of {settings.model} has no tool calls: the model gets no tools")
             settings = replace(settings, tools=False, write=False, bash=False, span_tools=False)
             if settings.system == AGENT_SYSTEM:
@@ -201,15 +204,6 @@ class Opener:
             ctx = settings.ctx or self.engine.ctx
             self.out.note(f"a context of {ctx} tokens is too small to compact itself: that takes {MIN_CTX}")
         return settings
-
-    def _calls_tools(self, settings: Settings) -> bool:
-        from ds4 import chat_formats
-        from ds4.agent.chat import default_format
-
-        name = settings.chat_format or default_format(self.engine)
-        if name is None or self.engine.tokenizer is None:
-            return True  # Chat says what is missing
-        return chat_formats.get(name, self.engine.tokenizer).tools
 
     def _policy(self, settings: Settings) -> CompactionPolicy | None:
         """None where compactions are not wanted, or where nothing is said about them and the context is too small."""

@@ -12,6 +12,7 @@ from ds4.errors import ArgumentError
 from ds4.nodes import Node, Writer, size_of, tokens_of
 
 from . import anchors, ledger, prompts
+from .live import common
 from .plan import Plan, checkpoint_data
 from .policy import Limits
 
@@ -218,10 +219,7 @@ def estimate(
     """What a plan costs and brings; nothing is changed. `nearest_exact`: from a position to the nearest one up to it
     that the session, which holds the surface, can go back to. `speed`: tokens a second of its prefill, 0 = unknown."""
     before, after = tokens_of(surface), tokens_of(plan.surface)
-    same = next(
-        (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), min(len(before), len(after))
-    )
-    reused = nearest_exact(same)
+    reused = nearest_exact(common(before, after))
     evaluated = len(after) - reused
     return Estimate(
         first=span.first,

@@ -232,21 +232,3 @@ class SummaryPass:
         if share > ECHO_SHARE:
             return "", f"it echoes the request ({share:.0%} of it)"
         return text, self.accept(text) or ""
-
-
-def summary_pass(
-    session: Session,
-    format: ChatFormat,
-    prompt: Sequence[int],
-    limits: Limits,
-    policy: CompactionPolicy,
-    *,
-    request_ids: Sequence[int],
-    accept: Accept,
-) -> Generator[Event, None, Summarised]:
-    """A `SummaryPass` from its beginning to its end."""
-    work = SummaryPass(session, format, prompt, limits, policy, request_ids=request_ids, accept=accept)
-    try:
-        return (yield from work.run())
-    finally:
-        work.close()

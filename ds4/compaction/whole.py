@@ -35,7 +35,7 @@ def request_for(
     """The request for a summary of this surface. The text of the checkpoint that will be replaced stands in it, to be
     brought up to date; where that would take the summary's room, the checkpoint is named by its number."""
     form, words, reason = policy.request or "full", int(limits.summary * _WORDS), reason[:_LONGEST_REASON]
-    opening, above = _parts(surface)
+    _, above = _parts(surface)
     gone = _replaced(above, keep(above, writer, limits, waiting))
     earlier = [node for node in gone if node.kind == "checkpoint" and node.data.get("summary")]
     number = int(earlier[-1].data.get("number", 0)) if earlier else 0
