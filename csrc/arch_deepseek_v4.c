@@ -251,34 +251,22 @@ static int attention(ds4_run *r, const v4 *m, const v4_layer *l) {
 
 /* ---- experts --------------------------------------------------------------------------------------------------------------------------------- */
 
-static void sort_ascending(uint32_t *pick, uint32_t n) {
-  for (uint32_t i = 1; i < n; i++)
-    for (uint32_t k = i; k && pick[k - 1] > pick[k]; k--) {
-      uint32_t swap = pick[k];
-      pick[k] = pick[k - 1];
-      pick[k - 1] = swap;
-    }
-}
-
 /* The experts of one token in ascending order and their weights. The bias chooses and does not weigh; ties go to the lowest index. */
 static void route(const v4 *m, const v4_layer *l, int32_t id, float *score, uint32_t *pick, float *weight) {
-  uint32_t n = 0;
   for (uint32_t i = 0; i < m->n_experts; i++) score[i] = sqrtf(ds4_softplus(score[i]));
-  for (uint32_t i = 0; l->by_token && i < m->n_used; i++) pick[i] = l->by_token[(uint64_t)id * m->n_used + i];
-  for (uint32_t i = 0; !l->by_token && i < m->n_experts; i++) {
-    uint32_t at = n < m->n_used ? n++ : m->n_used; /* insertion by falling score */
-    for (; at && score[i] + l->bias[i] > score[pick[at - 1]] + l->bias[pick[at - 1]]; at--)
-      if (at < m->n_used) pick[at] = pick[at - 1];
-    if (at < m->n_used) pick[at] = i;
+  if (l->by_token) {
+    for (uint32_t i = 0; i < m->n_used; i++) pick[i] = l->by_token[(uint64_t)id * m->n_used + i];
+    ds4_sort_ascending(pick, m->n_used);
+  } else {
+    ds4_decoder_pick(score, l->bias, m->n_experts, m->n_used, pick);
   }
-  sort_ascending(pick, m->n_used);
   float lane[16] = {0};
   for (uint32_t i = 0; i < m->n_used; i++) lane[i % 16] += score[pick[i]];
   float sum = ds4_lane_sum(lane) + 1e-20f;
   for (uint32_t i = 0; i < m->n_used; i++) weight[i] = score[pick[i]] / sum * m->route_scale;
 }
 
-/* X -> Y: every expert over the tokens that chose it, in ascending order, so that a token's sum has its own experts' order; then the shared one. */
+/* X -> Y: the chosen experts, then the shared one. */
 static int experts(ds4_run *r, const v4 *m, const v4_layer *l) {
   ds4_engine *e = r->engine;
   const ds4_ops *ops = e->ops;
@@ -289,19 +277,19 @@ static int experts(ds4_run *r, const v4 *m, const v4_layer *l) {
   DS4_OP(ops->wait(e->backend)); /* the choice is made on the host */
   for (uint32_t t = 0; t < n; t++)
     route(m, l, r->batch.ids[t], b[V4_ROUTER] + (uint64_t)t * m->n_experts, s.pick + t * m->n_used, s.weight + t * m->n_used);
-  DS4_OP(ops->clear(e->backend, b[V4_Y], (uint64_t)n * m->dim));
-  for (uint32_t x = 0; x < m->n_experts; x++) {
-    uint32_t count = 0;
-    for (uint32_t i = 0; i < n * m->n_used; i++)
-      if (s.pick[i] == x) {
-        s.token[count] = i / m->n_used;
-        s.part[count++] = s.weight[i];
-      }
-    if (!count) continue;
-    DS4_OP(ops->gather(e->backend, b[V4_X], s.token, count, m->dim, b[V4_GATHERED]));
-    DS4_OP(ds4_decoder_ffn(r, &l->experts[x], m->ffn, DS4_SILU_CLAMPED, b[V4_GATHERED], count, b[V4_RESULT]));
-    DS4_OP(ops->scatter_add(e->backend, b[V4_RESULT], s.token, s.part, count, m->dim, b[V4_Y]));
-  }
+  const ds4_experts x = {.ffn = l->experts,
+                         .count = m->n_experts,
+                         .used = m->n_used,
+                         .width = m->ffn,
+                         .dim = m->dim,
+                         .glu = DS4_SILU_CLAMPED,
+                         .pick = s.pick,
+                         .weight = s.weight,
+                         .token = s.token,
+                         .part = s.part,
+                         .gathered = b[V4_GATHERED],
+                         .result = b[V4_RESULT]};
+  DS4_OP(ds4_decoder_experts(r, &x, b[V4_X], b[V4_Y]));
   DS4_OP(ds4_decoder_ffn(r, &l->shared, m->ffn, DS4_SILU_CLAMPED, b[V4_X], n, b[V4_RESULT]));
   DS4_OP(ops->add(e->backend, b[V4_Y], b[V4_RESULT], (uint64_t)n * m->dim));
   return DS4_OK;

@@ -102,28 +102,17 @@ static int bind(ds4_engine *e, ds4_error *err) {
 /* The n_used largest scores of one token, ties to the lowest index, in ascending index; and their softmax weights, over the picks
  * (norm_topk) or over all experts. A score that is no number makes the weights NaN. */
 static void route(const qwen3 *m, const float *score, uint32_t *pick, float *weight) {
-  uint32_t n = 0;
+  uint32_t n = m->n_used;
   float top = score[0], lane[16] = {0};
-  for (uint32_t i = 0; i < m->n_experts; i++) {
-    top = score[i] > top ? score[i] : top;
-    uint32_t at = n < m->n_used ? n++ : m->n_used; /* insertion by falling score */
-    for (; at && score[i] > score[pick[at - 1]]; at--)
-      if (at < m->n_used) pick[at] = pick[at - 1];
-    if (at < m->n_used) pick[at] = i;
-  }
-  for (uint32_t i = 1; i < n; i++) /* ascending index */
-    for (uint32_t k = i; k && pick[k - 1] > pick[k]; k--) {
-      uint32_t swap = pick[k];
-      pick[k] = pick[k - 1];
-      pick[k - 1] = swap;
-    }
+  for (uint32_t i = 0; i < m->n_experts; i++) top = score[i] > top ? score[i] : top;
+  ds4_decoder_pick(score, NULL, m->n_experts, n, pick);
   for (uint32_t i = 0; i < n; i++) weight[i] = ds4_exp(score[pick[i]] - top);
   for (uint32_t i = 0; i < (m->norm_topk ? n : m->n_experts); i++) lane[i % 16] += m->norm_topk ? weight[i] : ds4_exp(score[i] - top);
   float sum = ds4_lane_sum(lane);
   for (uint32_t i = 0; i < n; i++) weight[i] /= sum;
 }
 
-/* H -> H: every expert over the tokens that chose it, in ascending order, so that a token's sum has its own experts' order. */
+/* H -> H. */
 static int experts(ds4_run *r, const qwen3 *m, const layer *l) {
   ds4_engine *e = r->engine;
   const ds4_ops *ops = e->ops;
@@ -136,19 +125,19 @@ static int experts(ds4_run *r, const qwen3 *m, const layer *l) {
   DS4_OP(ops->wait(e->backend)); /* the choice is made on the host */
   for (uint32_t t = 0; t < n; t++)
     route(m, b[ROUTER] + (uint64_t)t * m->n_experts, pick + (uint64_t)t * m->n_used, weight + (uint64_t)t * m->n_used);
-  DS4_OP(ops->clear(e->backend, b[SUM], (uint64_t)n * dim));
-  for (uint32_t x = 0; x < m->n_experts; x++) {
-    uint32_t count = 0;
-    for (uint32_t i = 0; i < n * m->n_used; i++)
-      if (pick[i] == x) {
-        token[count] = i / m->n_used;
-        part[count++] = weight[i];
-      }
-    if (!count) continue;
-    DS4_OP(ops->gather(e->backend, b[DS4_H], token, count, dim, b[GATHERED]));
-    DS4_OP(ds4_decoder_ffn(r, &l->experts[x], m->expert_ffn, DS4_SILU, b[GATHERED], count, b[RESULT]));
-    DS4_OP(ops->scatter_add(e->backend, b[RESULT], token, part, count, dim, b[SUM]));
-  }
+  const ds4_experts x = {.ffn = l->experts,
+                         .count = m->n_experts,
+                         .used = m->n_used,
+                         .width = m->expert_ffn,
+                         .dim = dim,
+                         .glu = DS4_SILU,
+                         .pick = pick,
+                         .weight = weight,
+                         .token = token,
+                         .part = part,
+                         .gathered = b[GATHERED],
+                         .result = b[RESULT]};
+  DS4_OP(ds4_decoder_experts(r, &x, b[DS4_H], b[SUM]));
   DS4_OP(ops->copy(e->backend, b[DS4_H], b[SUM], (uint64_t)n * dim * sizeof(float)));
   return DS4_OK;
 }

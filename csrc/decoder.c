@@ -137,6 +137,47 @@ int ds4_decoder_ffn(ds4_run *r, const ds4_ffn *f, uint32_t width, int glu, const
   return DS4_OK;
 }
 
+static float biased(const float *score, const float *bias, uint32_t i) { return bias ? score[i] + bias[i] : score[i]; }
+
+void ds4_decoder_pick(const float *score, const float *bias, uint32_t count, uint32_t used, uint32_t *pick) {
+  uint32_t n = 0;
+  for (uint32_t i = 0; i < count; i++) {
+    uint32_t at = n < used ? n++ : used; /* insertion by falling score */
+    for (; at && biased(score, bias, i) > biased(score, bias, pick[at - 1]); at--)
+      if (at < used) pick[at] = pick[at - 1];
+    if (at < used) pick[at] = i;
+  }
+  ds4_sort_ascending(pick, n);
+}
+
+void ds4_sort_ascending(uint32_t *values, uint32_t n) {
+  for (uint32_t i = 1; i < n; i++)
+    for (uint32_t k = i; k && values[k - 1] > values[k]; k--) {
+      uint32_t swap = values[k];
+      values[k] = values[k - 1];
+      values[k - 1] = swap;
+    }
+}
+
+int ds4_decoder_experts(ds4_run *r, const ds4_experts *x, const float *in, float *sum) {
+  ds4_engine *e = r->engine;
+  uint32_t n = r->batch.n;
+  DS4_OP(e->ops->clear(e->backend, sum, (uint64_t)n * x->dim));
+  for (uint32_t k = 0; k < x->count; k++) {
+    uint32_t chosen = 0;
+    for (uint32_t i = 0; i < n * x->used; i++)
+      if (x->pick[i] == k) {
+        x->token[chosen] = i / x->used;
+        x->part[chosen++] = x->weight[i];
+      }
+    if (!chosen) continue;
+    DS4_OP(e->ops->gather(e->backend, in, x->token, chosen, x->dim, x->gathered));
+    DS4_OP(ds4_decoder_ffn(r, &x->ffn[k], x->width, x->glu, x->gathered, chosen, x->result));
+    DS4_OP(e->ops->scatter_add(e->backend, x->result, x->token, x->part, chosen, x->dim, sum));
+  }
+  return DS4_OK;
+}
+
 int ds4_decoder_head(ds4_engine *e, const ds4_heads *h, const ds4_weight *head, const float *norm, const float *x, uint32_t n,
                      float *scratch, float *logits) {
   int status = e->ops->rms_norm(e->backend, x, norm, n, h->dim, h->eps, scratch);

@@ -56,6 +56,24 @@ int ds4_decoder_attend(ds4_run *r, const ds4_heads *h, uint32_t stream, uint32_t
 int ds4_decoder_attention(ds4_run *r, const ds4_heads *h, const ds4_attention *a);
 /* x -> out: down(glu(gate(x), up(x))) for `n` tokens. */
 int ds4_decoder_ffn(ds4_run *r, const ds4_ffn *f, uint32_t width, int glu, const float *x, uint32_t n, float *out);
+
+/* What a round's tokens do with their experts. pick and weight [n][used], a token's picks ascending; token and part [n]: room for those of one
+ * expert; gathered and result [n][dim]. */
+typedef struct ds4_experts {
+  const ds4_ffn *ffn; /* [count] */
+  uint32_t count, used, width, dim;
+  int glu;
+  const uint32_t *pick;
+  const float *weight;
+  uint32_t *token;
+  float *part, *gathered, *result;
+} ds4_experts;
+/* The `used` best of `count` scores, with `bias` on top where there is one; ties to the lowest index; in ascending index. */
+void ds4_decoder_pick(const float *score, const float *bias, uint32_t count, uint32_t used, uint32_t *pick);
+void ds4_sort_ascending(uint32_t *values, uint32_t n);
+/* in [n][dim] -> sum [n][dim]: every expert over the tokens that chose it, in ascending order, so that a token's sum has its own experts' order. */
+int ds4_decoder_experts(ds4_run *r, const ds4_experts *x, const float *in, float *sum);
+
 int ds4_decoder_head(ds4_engine *e, const ds4_heads *h, const ds4_weight *head, const float *norm, const float *x, uint32_t n,
                      float *scratch, float *logits);
 

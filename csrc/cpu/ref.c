@@ -238,24 +238,23 @@ static int ref_rows_write(ds4_backend *b, const ds4_layout *l, uint32_t layer, u
 
 /* ---- attention -------------------------------------------------------------------------------------------------------------------- */
 
-typedef struct head {
-  const ds4_attend *a;
-  const ds4_view *view;
-  uint32_t kv; /* head of the stream */
-  const float *q;
-} head;
+static void read_place(const ds4_ref_rows *s, uint32_t part, uint32_t place, float *out) {
+  const ds4_layout *l = s->layout;
+  uint32_t row = s->list ? s->list[place] : place;
+  const void *tile = ds4_page_tile(l, ds4_view_page(s->view, l, row), s->layer, part, s->kv);
+  ds4_vector_read(&l->part[part], l->page_rows, tile, row % l->page_rows, out);
+}
 
-/* One block of at most 64 keys, rows [from, to). */
-static void attend_block(const head *h, uint32_t from, uint32_t to, ds4_partial *acc, float *row) {
-  const ds4_layout *l = h->a->layout;
-  const ds4_part *key = &l->part[0], *value = &l->part[h->a->value_part];
+/* One block of at most 64 places [from, to). */
+static void attend_block(const ds4_ref_rows *s, uint32_t from, uint32_t to, const float *q, ds4_partial *acc, float *row) {
+  uint32_t key_width = s->layout->part[0].width, value_width = s->layout->part[s->value_part].width;
   float p[DS4_KEY_BLOCK], lane[16] = {0}, top = acc->max;
   for (uint32_t r = from; r < to; r++) {
-    ds4_vector_read(key, l->page_rows, ds4_page_tile(l, ds4_view_page(h->view, l, r), h->a->layer, 0, h->kv), r % l->page_rows, row);
-    float s = 0.0f; /* the query is scaled before the product */
-    for (uint32_t i = 0; i < key->width; i++) s = fmaf(h->q[i], row[i], s);
-    p[r - from] = s;
-    top = s > top ? s : top;
+    read_place(s, 0, r, row);
+    float dot = 0.0f; /* the query is scaled before the product */
+    for (uint32_t i = 0; i < key_width; i++) dot = fmaf(q[i], row[i], dot);
+    p[r - from] = dot;
+    top = dot > top ? dot : top;
   }
   float shrink = ds4_exp(acc->max - top);
   for (uint32_t r = from; r < to; r++) {
@@ -263,45 +262,50 @@ static void attend_block(const head *h, uint32_t from, uint32_t to, ds4_partial 
     lane[r % 16] += p[r - from];
   }
   acc->sum = fmaf(acc->sum, shrink, ds4_lane_sum(lane));
-  for (uint32_t i = 0; i < value->width; i++) acc->out[i] *= shrink;
+  for (uint32_t i = 0; i < value_width; i++) acc->out[i] *= shrink;
   for (uint32_t r = from; r < to; r++) {
-    ds4_vector_read(value, l->page_rows, ds4_page_tile(l, ds4_view_page(h->view, l, r), h->a->layer, h->a->value_part, h->kv),
-                    r % l->page_rows, row);
-    for (uint32_t i = 0; i < value->width; i++) acc->out[i] = fmaf(p[r - from], row[i], acc->out[i]);
+    read_place(s, s->value_part, r, row);
+    for (uint32_t i = 0; i < value_width; i++) acc->out[i] = fmaf(p[r - from], row[i], acc->out[i]);
   }
   acc->max = top;
 }
 
-void ds4_ref_merge(ds4_partial *into, const ds4_partial *next, uint32_t width, bool first) {
-  if (first) {
-    into->max = next->max;
-    into->sum = next->sum;
-    memcpy(into->out, next->out, width * sizeof *next->out);
-    return;
-  }
+/* Adds the partial result of a later split to that of the earlier ones. */
+static void merge(ds4_partial *into, const ds4_partial *next, uint32_t width) {
   float top = next->max > into->max ? next->max : into->max, a = ds4_exp(into->max - top), b = ds4_exp(next->max - top);
   into->max = top;
   into->sum = fmaf(into->sum, a, next->sum * b);
   for (uint32_t i = 0; i < width; i++) into->out[i] = fmaf(into->out[i], a, next->out[i] * b);
 }
 
-static void attend_head(const head *h, uint32_t lo, uint32_t hi, float *out, float *scratch) {
-  uint32_t width = h->a->layout->part[h->a->value_part].width;
-  ds4_partial all = {.out = out}, split = {.out = scratch};
-  memset(out, 0, width * sizeof *out);
+void ds4_ref_attend_rows(const ds4_ref_rows *s, uint32_t lo, uint32_t hi, const float *q, ds4_partial *all, bool *first, float *scratch) {
+  uint32_t width = s->layout->part[s->value_part].width;
   for (uint32_t from = lo; from < hi;) {
     uint32_t end = ds4_min_u32(hi, (from / DS4_KEY_SPLIT + 1) * DS4_KEY_SPLIT);
-    bool first = from == lo;
-    split.max = -INFINITY;
-    split.sum = 0.0f;
+    ds4_partial split = {.max = -INFINITY, .out = scratch};
     memset(scratch, 0, width * sizeof *scratch);
     while (from < end) {
       uint32_t to = ds4_min_u32(end, (from / DS4_KEY_BLOCK + 1) * DS4_KEY_BLOCK);
-      attend_block(h, from, to, &split, scratch + width);
+      attend_block(s, from, to, q, &split, scratch + width);
       from = to;
     }
-    ds4_ref_merge(&all, &split, width, first);
+    if (*first) {
+      all->max = split.max;
+      all->sum = split.sum;
+      memcpy(all->out, split.out, width * sizeof *split.out);
+    } else {
+      merge(all, &split, width);
+    }
+    *first = false;
   }
+}
+
+static void attend_head(const ds4_ref_rows *s, uint32_t lo, uint32_t hi, const float *q, float *out, float *scratch) {
+  uint32_t width = s->layout->part[s->value_part].width;
+  ds4_partial all = {.out = out};
+  bool first = true;
+  memset(out, 0, width * sizeof *out);
+  ds4_ref_attend_rows(s, lo, hi, q, &all, &first, scratch);
   float inverse = 1.0f / all.sum;
   for (uint32_t i = 0; lo < hi && i < width; i++) out[i] *= inverse;
 }
@@ -315,8 +319,10 @@ static int ref_attend(ds4_backend *b, const ds4_attend *a) {
     for (uint32_t i = 0; i < a->n_heads; i++) {
       const float *q = a->q + ((uint64_t)t * a->n_heads + i) * key->width;
       for (uint32_t k = 0; k < key->width; k++) scratch[k] = q[k] * a->scale;
-      head h = {a, &a->views[a->batch->segment[t]], i / group, scratch};
-      attend_head(&h, a->lo[t], a->hi[t], a->out + ((uint64_t)t * a->n_heads + i) * value->width, scratch + key->width);
+      ds4_ref_rows s = {.layout = a->layout, .view = &a->views[a->batch->segment[t]], .layer = a->layer, .kv = i / group};
+      s.value_part = a->value_part;
+      float *out = a->out + ((uint64_t)t * a->n_heads + i) * value->width;
+      attend_head(&s, a->lo[t], a->hi[t], scratch, out, scratch + key->width);
     }
     if (ds4_ref_stop(b)) status = DS4_ECANCELLED;
   }

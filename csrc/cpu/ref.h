@@ -22,7 +22,15 @@ int ds4_ref_mix_out(ds4_backend *b, float *h, const float *y, const float *m, ui
 typedef struct ds4_partial {
   float max, sum, *out;
 } ds4_partial;
-/* Adds the partial result of a later split to that of the earlier ones. */
-void ds4_ref_merge(ds4_partial *into, const ds4_partial *next, uint32_t width, bool first);
+
+/* The rows that one query reads of one stream, by place: row = list[place], or the place itself. Part 0 holds the keys. */
+typedef struct ds4_ref_rows {
+  const ds4_layout *layout;
+  const ds4_view *view;
+  const uint32_t *list;           /* NULL: all */
+  uint32_t layer, value_part, kv; /* kv: head of the stream */
+} ds4_ref_rows;
+/* Adds places [lo, hi) to `all`; `first`: nothing was added yet. scratch: a split and one row. */
+void ds4_ref_attend_rows(const ds4_ref_rows *s, uint32_t lo, uint32_t hi, const float *q, ds4_partial *all, bool *first, float *scratch);
 
 #endif

@@ -140,58 +140,6 @@ int ds4_ref_pick(ds4_backend *b, const ds4_pick *p) {
 
 /* ---- attention -------------------------------------------------------------------------------------------------------------------------- */
 
-typedef struct source { /* the rows that one query reads of one stream, by place: row = list[place], or the place itself */
-  const ds4_layout *layout;
-  const ds4_view *view;
-  uint32_t layer, from, to;
-  const uint32_t *list;
-} source;
-
-static void source_row(const source *s, uint32_t place, float *out) {
-  row_read(s->layout, s->layer, 0, s->view, s->list ? s->list[place] : place, out);
-}
-
-/* At most 64 places. */
-static void attend_block(const source *s, uint32_t from, uint32_t to, const float *q, ds4_partial *acc, float *row) {
-  uint32_t width = s->layout->part[0].width;
-  float p[DS4_KEY_BLOCK], lane[16] = {0}, top = acc->max;
-  for (uint32_t r = from; r < to; r++) {
-    source_row(s, r, row);
-    float dot = 0.0f;
-    for (uint32_t i = 0; i < width; i++) dot = fmaf(q[i], row[i], dot);
-    p[r - from] = dot;
-    top = dot > top ? dot : top;
-  }
-  float shrink = ds4_exp(acc->max - top);
-  for (uint32_t r = from; r < to; r++) {
-    p[r - from] = ds4_exp(p[r - from] - top);
-    lane[r % 16] += p[r - from];
-  }
-  acc->sum = fmaf(acc->sum, shrink, ds4_lane_sum(lane));
-  for (uint32_t i = 0; i < width; i++) acc->out[i] *= shrink;
-  for (uint32_t r = from; r < to; r++) {
-    source_row(s, r, row);
-    for (uint32_t i = 0; i < width; i++) acc->out[i] = fmaf(p[r - from], row[i], acc->out[i]);
-  }
-  acc->max = top;
-}
-
-static void attend_source(const source *s, const float *q, ds4_partial *all, bool *first, float *scratch) {
-  uint32_t width = s->layout->part[0].width;
-  for (uint32_t from = s->from; from < s->to;) {
-    uint32_t end = ds4_min_u32(s->to, (from / DS4_KEY_SPLIT + 1) * DS4_KEY_SPLIT);
-    ds4_partial split = {.max = -INFINITY, .out = scratch};
-    memset(scratch, 0, width * sizeof *scratch);
-    while (from < end) {
-      uint32_t to = ds4_min_u32(end, (from / DS4_KEY_BLOCK + 1) * DS4_KEY_BLOCK);
-      attend_block(s, from, to, q, &split, scratch + width);
-      from = to;
-    }
-    ds4_ref_merge(all, &split, width, *first);
-    *first = false;
-  }
-}
-
 static void attend_head(const ds4_attend_sparse *a, uint32_t t, uint32_t head, float *scratch) {
   uint32_t width = a->layout->part[0].width, segment = a->batch->segment[t];
   uint64_t at = ((uint64_t)t * a->n_heads + head) * width;
@@ -200,12 +148,12 @@ static void attend_head(const ds4_attend_sparse *a, uint32_t t, uint32_t head, f
   ds4_partial all = {.max = -INFINITY, .out = out};
   bool first = true;
   memset(out, 0, width * sizeof *out);
-  source near = {a->layout, &a->views[segment], a->layer, a->lo[t], a->hi[t], NULL};
-  attend_source(&near, q, &all, &first, scratch + width);
+  ds4_ref_rows near = {.layout = a->layout, .view = &a->views[segment], .layer = a->layer};
+  ds4_ref_attend_rows(&near, a->lo[t], a->hi[t], q, &all, &first, scratch + width);
   if (a->far_layout) {
     const uint32_t *list = a->list ? a->list + (uint64_t)t * a->list_width : NULL;
-    source far = {a->far_layout, &a->far_views[segment], a->far_layer, 0, a->far_n[t], list};
-    attend_source(&far, q, &all, &first, scratch + width);
+    ds4_ref_rows far = {.layout = a->far_layout, .view = &a->far_views[segment], .layer = a->far_layer, .list = list};
+    ds4_ref_attend_rows(&far, 0, a->far_n[t], q, &all, &first, scratch + width);
   }
   float top = all.max > a->sink[head] ? all.max : a->sink[head], shrink = ds4_exp(all.max - top);
   float factor = shrink / fmaf(all.sum, shrink, ds4_exp(a->sink[head] - top));
