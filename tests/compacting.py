@@ -41,6 +41,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "q8_0": {"kv_dtype": "q8_0"},
 }
 
+every_kind = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "stride" else kind for kind in KINDS]
+)
+
 
 def folder_of(kind: str, folder: Path) -> Path:
     """A tiny model with a tokenizer of bytes."""

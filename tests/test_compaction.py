@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from compacting import (
     CTX,
-    KINDS,
     RULE,
     WIDE,
     Stand,
@@ -17,6 +16,7 @@ from compacting import (
     checkpoint,
     closing,
     compact,
+    every_kind,
     fill,
     kinds,
     leaving_nothing,
@@ -34,11 +34,6 @@ from ds4.engine import Session
 from ds4.errors import ArgumentError, Busy, ContextFull, MarkError
 from ds4.events import CompactionDone, CompactionFailed, CompactionPlanned, CompactionStarted, Notice, SummaryDiscarded
 from ds4.sampling import Sampling
-
-every_kind = pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "stride" else kind for kind in KINDS]
-)
-
 
 # ---- what it leaves
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 from compacting import (
-    KINDS,
     POLICY,
     Stand,
     chat_on,
     checkpoint,
     compact,
+    every_kind,
     fill,
     leaving_nothing,
     prefix,
@@ -31,9 +31,6 @@ from ds4.engine import Session
 from ds4.errors import Ds4Error, PoolFull
 from ds4.events import CompactionDone, CompactionFailed, CompactionStarted, Prefill, Summary
 
-every_kind = pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=pytest.mark.slow) if kind == "stride" else kind for kind in KINDS]
-)
 BACKGROUND = replace(POLICY, background=True)
 
 

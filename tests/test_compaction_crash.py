@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from compacting import chat_on, fill, folder_of, same_bits, sync, whole_surface
-from test_store_crash import arm
+from test_store_crash import arm, forked
 
 import ds4
 from ds4 import conversations
@@ -66,32 +66,11 @@ def child(folder: Path, kill_at: int, half: bool, ready: int) -> None:
         arm(10**9, False)
 
 
-def forked(folder: Path, kill_at: int, half: bool) -> tuple[int, bool]:
+def killed(folder: Path, kill_at: int, half: bool) -> tuple[int, bool]:
     """(operations acknowledged, whether it ended by itself) of a child that is killed at a step."""
     shutil.rmtree(folder / "c", ignore_errors=True)
     shutil.copytree(folder / "first", folder / "c")
-    acknowledged, ready = os.pipe()
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            os.close(acknowledged)
-            child(folder, kill_at, half, ready)
-            code = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    os.close(ready)
-    done = 0
-    while data := os.read(acknowledged, 100):
-        done += len(data)
-    os.close(acknowledged)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert code in (0, -signal.SIGKILL), f"the child ended with {code}"
-    return done, code == 0
+    return forked(lambda ready: child(folder, kill_at, half, ready))
 
 
 def check(folder: Path, events: list[dict], least: int, deep: bool) -> int:
@@ -146,9 +125,9 @@ def sweep(step: int) -> None:
         k = random.Random(5).randint(1, step)
         while True:
             half = k % 2 == 0
-            done, ended = forked(folder, k, half)
+            done, ended = killed(folder, k, half)
             if ended and half:  # the call is no write, or there is none
-                done, ended = forked(folder, k, False)
+                done, ended = killed(folder, k, False)
             least = counts[done - 1] if done else counts[0]
             in_child(lambda: dump(where, (check(folder, events, least, deep=k % 3 == 0), 0)))  # noqa: B023
             found.append(load(where)[0])
@@ -161,19 +140,7 @@ def sweep(step: int) -> None:
 
 def in_child(work) -> None:
     """Runs something that makes an engine in a process of its own: this one goes on forking."""
-    pid = os.fork()
-    if not pid:
-        code = 1
-        try:
-            work()
-            code = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    assert os.waitpid(pid, 0)[1] == 0
+    assert forked(lambda ready: work()) == (0, True)
 
 
 def dump(path: Path, value) -> None:

@@ -156,15 +156,16 @@ def child(path, work, kill_at, half, ready):
         WRITE(ready, b".")
 
 
-def killed(folder, work, kill_at, half):
-    """Runs `work` in a child until it is killed; how many operations it acknowledged, and whether it ended by itself."""
+def forked(work):
+    """Runs `work(ready)` in a child that may be killed: how many bytes it wrote to `ready`, one for each operation, and
+    whether it ended by itself."""
     acknowledged, ready = os.pipe()
     pid = os.fork()
     if not pid:
         code = 1
         try:
             os.close(acknowledged)
-            child(folder, work, kill_at, half, ready)
+            work(ready)
             code = 0
         except BaseException:
             import traceback
@@ -180,6 +181,11 @@ def killed(folder, work, kill_at, half):
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     assert code in (0, -signal.SIGKILL), f"the child ended with {code}"
     return done, code == 0
+
+
+def killed(folder, work, kill_at, half):
+    """Runs `work` in a child until it is killed; as `forked`."""
+    return forked(lambda ready: child(folder, work, kill_at, half, ready))
 
 
 def sweep(name):
