@@ -37,6 +37,10 @@ static inline v16 v_f16(const uint16_t *p) {
   return (v16){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p)),
                _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(p + 8)))};
 }
+static inline v16 v_set1_f16(uint16_t x) {
+  __m256 one = _mm256_cvtph_ps(_mm_set1_epi16((int16_t)x));
+  return (v16){one, one};
+}
 static inline __m256 bf16_8(const uint16_t *p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)p)), 16));
 }
@@ -63,6 +67,19 @@ static inline __m256 pow2_8(__m256 n) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
 }
 static inline v16 v_pow2(v16 n) { return (v16){pow2_8(n.a), pow2_8(n.b)}; }
+
+static inline float v_sum(v16 x) {
+  __m256 a = _mm256_add_ps(x.a, x.b);
+  __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+}
+static inline float v_largest(v16 x) {
+  __m256 a = _mm256_max_ps(x.a, x.b);
+  __m128 b = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_max_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_max_ss(b, _mm_movehdup_ps(b)));
+}
 
 static inline uint32_t v_top(v16 x, v16 y) {
   __m256i mask = _mm256_set1_epi32(0x7fffffff), m = _mm256_and_si256(_mm256_castps_si256(x.a), mask);
@@ -162,8 +179,8 @@ INLINE vi dot_minimums(const uint8_t *scales, const int16_t *sum) {
 
 #include "kernels.inc.h"
 
-const ds4_kernels ds4_kernels_avx2 = {"avx2",   k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu,
-                                      k_attend, k_mix_in,   k_mix_out,      k_compress,     k_score,    k_attend_sparse};
+const ds4_kernels ds4_kernels_avx2 = {"avx2",         k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu,          k_attend,
+                                      k_attend_merge, k_mix_in,   k_mix_out,      k_compress,     k_score,    k_attend_sparse};
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -26,6 +26,7 @@ static inline v16 v_div(v16 x, v16 y) { return _mm512_div_ps(x, y); }
 static inline v16 v_max(v16 x, v16 y) { return _mm512_max_ps(x, y); }
 static inline v16 v_fma(v16 x, v16 y, v16 z) { return _mm512_fmadd_ps(x, y, z); }
 static inline v16 v_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)p)); }
+static inline v16 v_set1_f16(uint16_t x) { return _mm512_cvtph_ps(_mm256_set1_epi16((int16_t)x)); }
 static inline v16 v_bf16(const uint16_t *p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p)), 16));
 }
@@ -43,6 +44,14 @@ static inline v16 v_below(v16 x, v16 y, v16 t, v16 f) { return _mm512_mask_blend
 static inline v16 v_pow2(v16 n) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
 }
+
+static inline float v_sum(v16 x) {
+  __m256 a = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  __m128 b = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  b = _mm_add_ps(b, _mm_movehl_ps(b, b));
+  return _mm_cvtss_f32(_mm_add_ss(b, _mm_movehdup_ps(b)));
+}
+static inline float v_largest(v16 x) { return _mm512_reduce_max_ps(x); }
 
 static inline uint32_t v_top(v16 x, v16 y) {
   __m512i mask = _mm512_set1_epi32(0x7fffffff);
@@ -124,8 +133,8 @@ INLINE vi dot_minimums(const uint8_t *scales, const int16_t *sum) {
 
 #include "kernels.inc.h"
 
-const ds4_kernels ds4_kernels_avx512 = {"avx512", k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu,
-                                        k_attend, k_mix_in,   k_mix_out,      k_compress,     k_score,    k_attend_sparse};
+const ds4_kernels ds4_kernels_avx512 = {"avx512",       k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu,          k_attend,
+                                        k_attend_merge, k_mix_in,   k_mix_out,      k_compress,     k_score,    k_attend_sparse};
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -46,6 +46,7 @@ static void cpu_close(ds4_backend *b) {
   free(b->quants.d);
   free(b->scratch);
   free(b->partial);
+  free(b->tile);
   free(b);
 }
 
@@ -337,25 +338,12 @@ static int cpu_rows_write(ds4_backend *b, const ds4_layout *l, uint32_t layer, u
 
 /* ---- attention ---------------------------------------------------------------------------------------------------------------------------- */
 
-#define TILE_ROWS 48u /* query rows that share one conversion of keys and values */
+#define TILE_ROWS 96u /* query rows that share one conversion of keys and values */
 
 uint64_t ds4_attend_scratch(const ds4_attend *a, uint32_t n_tokens) {
   uint64_t rows = (uint64_t)n_tokens * (a->n_heads / a->layout->part[0].heads), width = a->layout->part[0].width;
   uint64_t padded = ds4_lanes_up(a->layout->part[a->value_part].width);
-  uint64_t p = rows * DS4_KEY_BLOCK > 2 + padded ? rows * DS4_KEY_BLOCK : 2 + padded; /* also holds one row when splits are merged */
-  return DS4_KEY_BLOCK * (width + padded) + p + rows * (2 * padded + width + 4);
-}
-
-void ds4_attend_merge(float *into, const float *next, uint32_t width) {
-  if (next[0] == -INFINITY && next[1] == 0.0f) return;
-  if (into[0] == -INFINITY && into[1] == 0.0f) {
-    memcpy(into, next, (2 + width) * sizeof *into);
-    return;
-  }
-  float top = next[0] > into[0] ? next[0] : into[0], a = ds4_exp(into[0] - top), b = ds4_exp(next[0] - top);
-  into[0] = top;
-  into[1] = fmaf(into[1], a, next[1] * b);
-  for (uint32_t i = 2; i < 2 + width; i++) into[i] = fmaf(into[i], a, next[i] * b);
+  return DS4_KEY_BLOCK * (width + padded) + rows * (DS4_KEY_BLOCK + 2 * padded + width + 4);
 }
 
 typedef struct attention {
@@ -391,25 +379,30 @@ static void attend_item(void *ctx, uint32_t item, uint32_t thread) {
   c->b->k->attend(&it, c->b->scratch[thread]);
 }
 
-/* Merges the splits of all items in ascending order and writes the result; the same steps as inside one item. */
-static void merge_partials(const attention *c) {
+/* Merges the splits of one tile and head in ascending order and writes the result; the same steps as inside one item. */
+static void merge_item(void *ctx, uint32_t i, uint32_t thread) {
+  const attention *c = ctx;
   const ds4_attend *a = c->a;
   uint32_t heads = a->layout->part[0].heads, group = a->n_heads / heads, width = a->layout->part[a->value_part].width;
-  for (uint32_t i = 0; i < c->n_tiles * heads; i++) {
-    uint32_t tile = i / heads, kv = i % heads, rows = (tile_end(c, tile) - c->tile[tile]) * group;
-    for (uint32_t r = 0; r < rows; r++) {
-      float *all = c->b->partial + (uint64_t)i * c->splits * c->partial_floats + (uint64_t)r * (2 + width);
-      for (uint32_t s = 1; s < c->splits; s++) ds4_attend_merge(all, all + s * c->partial_floats, width);
-      float *out = a->out + ((uint64_t)(c->tile[tile] + r / group) * a->n_heads + kv * group + r % group) * width, inverse = 1.0f / all[1];
-      for (uint32_t k = 0; k < width; k++) out[k] = all[0] == -INFINITY && all[1] == 0.0f ? 0.0f : all[2 + k] * inverse;
+  uint32_t tile = i / heads, kv = i % heads, rows = (tile_end(c, tile) - c->tile[tile]) * group, padded = ds4_lanes_up(width);
+  (void)thread;
+  for (uint32_t r = 0; r < rows; r++) {
+    float *all = c->b->partial + (uint64_t)i * c->splits * c->partial_floats + (uint64_t)r * (2 + padded);
+    for (uint32_t s = 1; s < c->splits; s++) {
+      const float *next = all + s * c->partial_floats;
+      c->b->k->attend_merge(all, next[0], next[1], next + 2, padded);
     }
+    float *out = a->out + ((uint64_t)(c->tile[tile] + r / group) * a->n_heads + kv * group + r % group) * width, inverse = 1.0f / all[1];
+    for (uint32_t k = 0; k < width; k++) out[k] = all[0] == -INFINITY && all[1] == 0.0f ? 0.0f : all[2 + k] * inverse;
   }
 }
+
+static float *floats_new(uint64_t n) { return aligned_alloc(64, (n * sizeof(float) + 63) / 64 * 64); }
 
 bool ds4_cpu_memory(ds4_backend *b, uint64_t scratch, uint64_t partial) {
   for (uint32_t i = 0; scratch > b->cap_scratch && i < ds4_threads_count(b->threads); i++) {
     free(b->scratch[i]);
-    if (!(b->scratch[i] = malloc(scratch * sizeof(float)))) {
+    if (!(b->scratch[i] = floats_new(scratch))) {
       b->cap_scratch = 0;
       return false;
     }
@@ -417,31 +410,41 @@ bool ds4_cpu_memory(ds4_backend *b, uint64_t scratch, uint64_t partial) {
   if (scratch > b->cap_scratch) b->cap_scratch = scratch;
   if (partial <= b->cap_partial) return true;
   free(b->partial);
-  b->partial = malloc(partial * sizeof(float));
+  b->partial = floats_new(partial);
   b->cap_partial = b->partial ? partial : 0;
   return b->partial;
 }
 
+/* Tiles of tokens of one segment each. */
+static bool cut_tiles(attention *c) {
+  const ds4_batch *batch = c->a->batch;
+  if (batch->n > c->b->cap_tile) {
+    free(c->b->tile);
+    c->b->tile = malloc(batch->n * sizeof *c->b->tile);
+    c->b->cap_tile = c->b->tile ? batch->n : 0;
+  }
+  c->tile = c->b->tile;
+  for (uint32_t t = 0; c->tile && t < batch->n; t++)
+    if (!t || batch->segment[t] != batch->segment[t - 1] || t - c->tile[c->n_tiles - 1] == c->tile_tokens) c->tile[c->n_tiles++] = t;
+  return c->tile;
+}
+
 static int cpu_attend(ds4_backend *b, const ds4_attend *a) {
-  uint32_t heads = a->layout->part[0].heads, group = a->n_heads / heads, n = a->batch->n;
+  uint32_t heads = a->layout->part[0].heads, group = a->n_heads / heads;
   attention c = {.b = b, .a = a, .tile_tokens = group >= TILE_ROWS ? 1 : TILE_ROWS / group, .splits = 1};
-  c.tile = malloc(n * sizeof *c.tile);
-  if (!c.tile) return DS4_ENOMEM;
+  if (!cut_tiles(&c)) return DS4_ENOMEM;
   uint32_t most = 1, from, to;
-  for (uint32_t t = 0; t < n; t++)
-    if (!t || a->batch->segment[t] != a->batch->segment[t - 1] || t - c.tile[c.n_tiles - 1] == c.tile_tokens) c.tile[c.n_tiles++] = t;
   for (uint32_t i = 0; i < c.n_tiles; i++) {
     split_range(&c, i, &from, &to);
     most = ds4_max_u32(most, to - from);
   }
   if (c.n_tiles * heads < ds4_threads_count(b->threads) * 4) c.splits = most;
-  uint32_t tile_tokens = ds4_min_u32(c.tile_tokens, n);
-  c.partial_floats = (uint64_t)tile_tokens * group * (2 + a->layout->part[a->value_part].width);
-  bool ok = ds4_cpu_memory(b, ds4_attend_scratch(a, tile_tokens), c.splits > 1 ? c.partial_floats * c.n_tiles * heads * c.splits : 0);
-  int status = ok ? ds4_cpu_run(b, c.n_tiles * heads * c.splits, attend_item, &c) : DS4_ENOMEM;
-  if (!status && c.splits > 1) merge_partials(&c);
-  free(c.tile);
-  return status;
+  uint32_t tile_tokens = ds4_min_u32(c.tile_tokens, a->batch->n);
+  c.partial_floats = (uint64_t)tile_tokens * group * (2 + ds4_lanes_up(a->layout->part[a->value_part].width));
+  if (!ds4_cpu_memory(b, ds4_attend_scratch(a, tile_tokens), c.splits > 1 ? c.partial_floats * c.n_tiles * heads * c.splits : 0))
+    return DS4_ENOMEM;
+  int status = ds4_cpu_run(b, c.n_tiles * heads * c.splits, attend_item, &c);
+  return status || c.splits == 1 ? status : ds4_cpu_run(b, c.n_tiles * heads, merge_item, &c);
 }
 
 const ds4_ops ds4_cpu_ops = {

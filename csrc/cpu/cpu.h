@@ -13,6 +13,7 @@ struct ds4_backend {
   uint64_t cap_scratch;
   float *partial; /* results of splits, scores of the indexer */
   uint64_t cap_partial;
+  uint32_t *tile, cap_tile; /* first tokens of the tiles of attention */
 };
 
 /* Runs items on all threads; DS4_ECANCELLED when the poll said stop. */

@@ -64,7 +64,8 @@ static inline uint32_t ds4_quants_stride(uint32_t blocks) { return blocks % 8 ? 
 typedef struct ds4_attend_item {
   const ds4_attend *a;
   uint32_t token, n_tokens, kv, split, split_end;
-  float *partial; /* NULL: write the result to a->out; else [rows][2 + value width] for ds4_kernels.merge */
+  float
+      *partial; /* NULL: write the result to a->out; else [rows][2 + value width in whole lanes]: maximum, sum, values, for attend_merge */
 } ds4_attend_item;
 
 typedef struct ds4_kernels {
@@ -75,6 +76,7 @@ typedef struct ds4_kernels {
   void (*rms_norm)(const float *x, const float *weight, uint32_t width, float eps, float *out);
   void (*glu)(int kind, float limit, const float *gate, const float *up, uint64_t n, float *out);
   void (*attend)(const ds4_attend_item *item, float *scratch);
+  void (*attend_merge)(float *into, float max, float sum, const float *values, uint32_t width);
   /* sparse.inc.h, each for one token or window */
   void (*mix_in)(const float *h, const float *m, uint32_t streams, uint32_t width, float *out);
   void (*mix_out)(float *h, const float *y, const float *m, uint32_t streams, uint32_t width);
@@ -85,9 +87,6 @@ typedef struct ds4_kernels {
 
 /* Floats of scratch that one thread needs for attend. */
 uint64_t ds4_attend_scratch(const ds4_attend *a, uint32_t n_tokens);
-/* Adds the partial result `next` to `into` ([2 + width]: maximum, sum, weighted values); an empty one (sum 0, maximum -inf) changes nothing. */
-void ds4_attend_merge(float *into, const float *next, uint32_t width);
-
 static inline uint32_t ds4_lanes_up(uint32_t n) { return (n + DS4_LANES - 1) / DS4_LANES * DS4_LANES; }
 
 /* Floats of scratch for one item of `score`: keys, products; and of `attend_sparse`: queries, products, values, probabilities, results. */

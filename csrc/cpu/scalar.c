@@ -23,11 +23,19 @@ static inline v16 v_div(v16 a, v16 b) { EACH(a.f[i] / b.f[i]); }
 static inline v16 v_fma(v16 a, v16 b, v16 c) { EACH(fmaf(a.f[i], b.f[i], c.f[i])); }
 static inline v16 v_max(v16 a, v16 b) { EACH(a.f[i] > b.f[i] ? a.f[i] : b.f[i]); }
 static inline v16 v_f16(const uint16_t *p) { EACH(ds4_f16(p[i])); }
+static inline v16 v_set1_f16(uint16_t x) { return v_set1(ds4_f16(x)); }
 static inline v16 v_bf16(const uint16_t *p) { EACH(ds4_bf16(p[i])); }
 static inline v16 v_e4m3(const uint8_t *p) { EACH(ds4_e4m3(p[i])); }
 static inline v16 v_i8(const int8_t *p) { EACH((float)p[i]); }
 static inline v16 v_below(v16 a, v16 b, v16 x, v16 y) { EACH(a.f[i] < b.f[i] ? x.f[i] : y.f[i]); }
 static inline v16 v_pow2(v16 n) { EACH(ds4_float((uint32_t)((n.f[i] == n.f[i] ? (int32_t)n.f[i] : 0) + 127) << 23)); }
+
+static inline float v_sum(v16 a) { return ds4_lane_sum(a.f); }
+static inline float v_largest(v16 a) {
+  float top = a.f[0];
+  for (int i = 1; i < 16; i++) top = a.f[i] > top ? a.f[i] : top;
+  return top;
+}
 
 static inline uint32_t v_top(v16 a, v16 b) {
   uint32_t top = 0;
@@ -103,5 +111,5 @@ INLINE vi dot_minimums(const uint8_t *scales, const int16_t *sum) {
 
 #include "kernels.inc.h"
 
-const ds4_kernels ds4_kernels_scalar = {"scalar", k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu,
-                                        k_attend, k_mix_in,   k_mix_out,      k_compress,     k_score,    k_attend_sparse};
+const ds4_kernels ds4_kernels_scalar = {"scalar",       k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu,          k_attend,
+                                        k_attend_merge, k_mix_in,   k_mix_out,      k_compress,     k_score,    k_attend_sparse};

@@ -154,10 +154,12 @@ static void k_score(const ds4_pick *p, uint32_t from, uint32_t to, uint32_t row,
     index_keys(p, view, block, ds4_min_u32(last, block + DS4_KEY_BLOCK), t.key);
     for (uint32_t i = from; i < to; i++) {
       if (p->rows[i] <= p->keep || p->rows[i] <= block) continue;
-      t.q = (float *)p->q + (uint64_t)i * p->heads * width;
+      const source keys = {.type = DS4_KV_F32, .data = t.key};
+      const float *q = p->q + (uint64_t)i * p->heads * width;
       uint32_t h = 0;
-      for (; h + ROW_TILE <= p->heads; h += ROW_TILE) score_rows(&t, h, ROW_TILE);
-      for (; h < p->heads; h++) score_rows(&t, h, 1);
+      for (; h + ROW_TILE <= p->heads; h += ROW_TILE)
+        score_rows(DS4_KV_F32, &keys, q + (uint64_t)h * width, width, ROW_TILE, t.p + h * DS4_KEY_BLOCK);
+      for (; h < p->heads; h++) score_rows(DS4_KV_F32, &keys, q + (uint64_t)h * width, width, 1, t.p + h * DS4_KEY_BLOCK);
       for (uint32_t k = 0; k < DS4_KEY_BLOCK; k += 16) {
         v16 sum = v_zero();
         for (h = 0; h < p->heads; h++) {
@@ -227,21 +229,17 @@ static void sparse_block(const sparse *s, uint32_t from, uint32_t to) {
   for (; k < to; k++) sparse_dots(s, k, 1);
   for (uint32_t r = 0; r < t->rows; r++)
     for (k = from; k < to; k++) t->p[r * DS4_KEY_BLOCK + k] = s->dots[k * 16 + r];
-  for (uint32_t r = 0; r < t->rows; r++) soften(t, r, from, to);
-  for (uint32_t r = 0; r < t->rows;) {
-    uint32_t at = 0;
-    bool tiled = r + ROW_TILE <= t->rows;
-    for (; at + 16 * WIDE <= t->padded; at += 16 * WIDE)
-      if (tiled)
-        weigh(t, r, ROW_TILE, at, WIDE, from, to);
-      else
-        weigh(t, r, 1, at, WIDE, from, to);
-    for (; at < t->padded; at += 16)
-      if (tiled)
-        weigh(t, r, ROW_TILE, at, 1, from, to);
-      else
-        weigh(t, r, 1, at, 1, from, to);
-    r += tiled ? ROW_TILE : 1;
+  const source values = {.type = DS4_KV_F32, .data = t->val, .stride = t->padded};
+  for (uint32_t r = 0; r < t->rows; r += ROW_TILE) {
+    uint32_t n = ds4_min_u32(ROW_TILE, t->rows - r);
+    range all[ROW_TILE];
+    float shrink[16];
+    for (uint32_t i = 0; i < n; i++) all[i] = (range){from, to};
+    soften(t, r, (int)n, all, shrink);
+    if (n == ROW_TILE)
+      weigh_all(DS4_KV_F32, t, &values, r, ROW_TILE, all[0], shrink);
+    else
+      for (uint32_t i = 0; i < n; i++) weigh_all(DS4_KV_F32, t, &values, r + i, 1, all[0], shrink + i);
   }
 }
 
@@ -251,8 +249,7 @@ static void sparse_source(const sparse *s, const ds4_layout *l, uint32_t layer, 
   const tile *t = &s->t;
   while (from < to) {
     uint32_t end = ds4_min_u32(to, (from / DS4_KEY_SPLIT + 1) * DS4_KEY_SPLIT);
-    for (uint32_t r = 0; r < t->rows; r++) t->max[r] = -INFINITY, t->sum[r] = 0.0f;
-    memset(t->out, 0, (uint64_t)t->rows * t->padded * sizeof *t->out);
+    clear_splits(t);
     while (from < end) {
       uint32_t block = from / DS4_KEY_BLOCK * DS4_KEY_BLOCK, next = ds4_min_u32(end, block + DS4_KEY_BLOCK);
       for (uint32_t k = from; k < next; k++)
@@ -260,12 +257,7 @@ static void sparse_source(const sparse *s, const ds4_layout *l, uint32_t layer, 
       sparse_block(s, from - block, next - block);
       from = next;
     }
-    for (uint32_t r = 0; r < t->rows; r++) {
-      float *part = t->p; /* [2 + padded], the probabilities are done with */
-      part[0] = t->max[r], part[1] = t->sum[r];
-      memcpy(part + 2, t->out + (uint64_t)r * t->padded, t->padded * sizeof *part);
-      ds4_attend_merge(t->all + (uint64_t)r * (2 + t->padded), part, t->padded);
-    }
+    merge_split(t);
   }
 }
 
@@ -284,11 +276,7 @@ static void k_attend_sparse(const ds4_attend_sparse *a, uint32_t token, uint32_t
   const float *q = a->q + ((uint64_t)token * a->n_heads + head) * width;
   for (uint32_t d = 0; d < width; d++)
     for (uint32_t r = 0; r < 16; r++) s.turn[d * 16 + r] = r < t->rows ? q[r * width + d] * a->scale : 0.0f;
-  for (uint32_t r = 0; r < t->rows; r++) {
-    float *all = t->all + (uint64_t)r * (2 + t->padded);
-    all[0] = -INFINITY;
-    for (uint32_t i = 1; i < 2 + t->padded; i++) all[i] = 0.0f;
-  }
+  clear_all(t);
   sparse_source(&s, a->layout, a->layer, &a->views[segment], NULL, a->lo[token], a->hi[token]);
   if (a->far_layout) {
     const uint32_t *list = a->list ? a->list + (uint64_t)token * a->list_width : NULL;
