@@ -233,6 +233,20 @@ int ds4_sample(const float *logits, uint32_t vocab, const ds4_sampling *options,
 /* Philox4x32-10, the first word, as a float in [0, 1). */
 float ds4_random(uint64_t seed, uint64_t position);
 
+/* ---- profile ----------------------------------------------------------------------------------------------------------------------- */
+
+/* One kind of work: an op with the format of its weights or rows, or "between ops" (rounds; `rows` counts tokens), "session" (calls outside
+ * their rounds), "between calls". */
+typedef struct ds4_profile_entry {
+  char op[16], format[32];
+  uint32_t many;                         /* 0: rounds of one token, 1: rounds of several */
+  uint64_t calls, ns, bytes, macs, rows; /* weights and rows read or written; multiply-adds; rows read or written, once per token */
+} ds4_profile_entry;
+enum ds4_profile_do { DS4_PROFILE_READ = 0, DS4_PROFILE_START = 1, DS4_PROFILE_STOP = 2 };
+/* Fills out[0..cap) with what was counted and *n with how many entries there are, then starts (from zero) or stops. DS4_EBUSY during a call. With
+ * DS4_PROFILE=1 in the environment it runs from ds4_engine_ready on and a table goes to stderr when the engine ends. It never changes a bit. */
+int ds4_engine_profile(ds4_engine *e, int32_t what, ds4_profile_entry *out, uint32_t cap, uint32_t *n, ds4_error *err);
+
 /* ---- test builds (-DDS4_TEST) ---------------------------------------------------------------------------------------------------- */
 
 enum ds4_fault { DS4_FAULT_ALLOC = 0, DS4_FAULT_READ = 1, DS4_FAULT_WRITE = 2, DS4_FAULT_KERNEL = 3, DS4_FAULT_DEVICE = 4 };

@@ -53,6 +53,15 @@ static inline void ds4_trace_ids(ds4_engine *e, const uint32_t *x, uint64_t n) {
 #endif
 void *ds4_alloc(ds4_engine *e, uint64_t bytes); /* zeroed; NULL when there is none, or by injection. Released with free() */
 
+/* profile.c: only called while there is one. A round ends in the thread that began it; calls with the engine's lock held. */
+typedef struct ds4_profile ds4_profile;
+void ds4_profile_round(ds4_profile *p, uint64_t tokens);
+void ds4_profile_round_end(ds4_profile *p);
+void ds4_profile_call(ds4_profile *p); /* the first of the calls that compute now */
+void ds4_profile_call_end(ds4_profile *p);
+void ds4_profile_ready(ds4_engine *e); /* starts one when DS4_PROFILE asks for it */
+void ds4_profile_free(ds4_engine *e);  /* and writes what it asked for */
+
 /* ---- streams and pages --------------------------------------------------------------------------------------------------------------- */
 
 #define DS4_TABLE_PAGES 64u
@@ -146,6 +155,7 @@ typedef struct ds4_tensor {
   uint64_t rows, cols;
   bool vector, optional, mapped; /* mapped: see ds4_matrix */
   ds4_weight *weight;            /* matrix */
+  int32_t format;                /* of the matrix */
   float *values;                 /* vector, float32 in backend memory */
 } ds4_tensor;
 
@@ -194,6 +204,7 @@ struct ds4_engine {
   const ds4_arch *arch;
   const ds4_ops *ops;
   ds4_backend *backend;
+  ds4_profile *profile; /* NULL: none runs; else `ops` is its table */
   ds4_faults faults;
   float *trace; /* test builds: where ds4_trace appends */
   uint64_t trace_cap, trace_n;

@@ -116,6 +116,7 @@ static void head_free(ds4_engine *e) {
 void ds4_engine_release(ds4_engine *e) {
   if (atomic_fetch_sub(&e->refs, 1) > 1 || e->pid != getpid()) return; /* a forked child has no threads to end */
   if (e->backend) {
+    ds4_profile_free(e);
     ds4_pool_destroy(e);
     buffers_free(e);
     head_free(e);
@@ -371,6 +372,7 @@ int ds4_engine_tensor_scaled(ds4_engine *e, const char *name, int32_t format, ui
     return status;
   }
   if ((status = e->ops->weight_new(e->backend, &m, &t->weight, err))) return status;
+  t->format = format;
   e->weight_bytes += e->ops->weight_bytes(t->weight);
   return DS4_OK;
 }
@@ -446,6 +448,7 @@ int ds4_engine_ready(ds4_engine *e, const char *kv_dtype, uint64_t pool_tokens, 
   if ((status = e->arch->bind(e, err))) return status;
   memcpy(e->identity, identity, sizeof e->identity);
   e->phase = DS4_READY;
+  ds4_profile_ready(e);
   return DS4_OK;
 }
 

@@ -318,12 +318,14 @@ static int round_run(call *c, ds4_error *err) {
     round_abandon(c, status);
   } else {
     ds4_leave(e);
+    if (e->profile) ds4_profile_round(e->profile, c->round_tokens);
     e->ops->begin(e->backend, call_poll, c);
     status = e->arch->forward(&c->run);
     if (!status) status = round_head(c);
     int waited = e->ops->wait(e->backend);
     if (!status) status = waited;
     e->ops->end(e->backend);
+    if (e->profile) ds4_profile_round_end(e->profile);
     pthread_mutex_lock(&e->lock);
     if (status == DS4_ENONFINITE)
       ds4_fail(err, status, 0, 0, "a logit is not a finite number: the weights are damaged or do not fit this architecture");
@@ -364,6 +366,7 @@ static __attribute__((noinline)) int call_enter(ds4_engine *e, ds4_caller *me, d
                       "a progress callback cannot compute on the engine that calls it; do that when the call has returned");
     }
   e->callers = me;
+  if (e->profile && !me->next) ds4_profile_call(e->profile);
   return DS4_OK;
 }
 
@@ -371,6 +374,7 @@ static void call_leave(ds4_engine *e, ds4_caller *me) {
   ds4_caller **at = &e->callers;
   while (*at != me) at = &(*at)->next;
   *at = me->next;
+  if (e->profile && !e->callers) ds4_profile_call_end(e->profile);
   ds4_leave(e);
 }
 

@@ -25,6 +25,7 @@ from . import families, files, models, sampling
 from . import tokenizer as tokenizers
 from .core import Progress, check, ffi, lib
 from .errors import ArgumentError, Ds4Error, ForkedError, PoolFull, UnsupportedError
+from .profile import ProfileEntry
 
 ProgressCallback = Callable[[int, int], Any]
 Tokens = Iterable[int] | npt.NDArray[np.int32]
@@ -34,6 +35,7 @@ _STATES = {lib.DS4_EMPTY: "EMPTY", lib.DS4_LIVE: "LIVE", lib.DS4_BUSY: "BUSY", l
 
 
 _HERE = -(2**63)  # DS4_HERE
+_PROFILE_ENTRIES = 256  # the core keeps no more
 
 
 def _token_array(tokens: Tokens) -> npt.NDArray[np.int32]:
@@ -260,6 +262,24 @@ class Engine(_Closing):
         led, err = ffi.new("ds4_ledger *"), ffi.new("ds4_error *")
         check(lib.ds4_engine_ledger(self._handle(), led, err), err)
         return {name: int(getattr(led, name)) for name, _ in ffi.typeof("ds4_ledger").fields}
+
+    def profile(self, then: Literal["go on", "start", "stop"] = "go on") -> list[ProfileEntry]:
+        """Where the time has gone since the profile was started: nothing while none runs. `then`: "start" counts from
+        zero from now on, "stop" ends it. It never changes a bit; with DS4_PROFILE=1 in the environment one runs from
+        the start, and its table goes to stderr when the engine ends. Raises Busy during a call of this engine.
+        """
+        steps = {"go on": lib.DS4_PROFILE_READ, "start": lib.DS4_PROFILE_START, "stop": lib.DS4_PROFILE_STOP}
+        if then not in steps:
+            raise ArgumentError(f"then is {then!r}; 'go on', 'start' and 'stop' are possible.")
+        err, n, out = ffi.new("ds4_error *"), ffi.new("uint32_t *"), ffi.new("ds4_profile_entry[]", _PROFILE_ENTRIES)
+        check(lib.ds4_engine_profile(self._handle(), steps[then], out, _PROFILE_ENTRIES, n, err), err)
+        return [
+            ProfileEntry(
+                ffi.string(e.op).decode(), ffi.string(e.format).decode(), bool(e.many), e.calls, e.ns / 1e9, e.bytes,
+                e.macs, e.rows,
+            )
+            for e in out[0 : n[0]]
+        ]  # fmt: skip
 
     def session(self, ctx: int | None = None) -> Session:
         """An empty session. `ctx` bounds its positions and reserves nothing; default: the model's own."""
@@ -626,4 +646,4 @@ class Mark(_Closing):
     close = release
 
 
-__all__ = ["Engine", "Mark", "PoolFull", "Session", "StreamInfo", "Synced"]
+__all__ = ["Engine", "Mark", "PoolFull", "ProfileEntry", "Session", "StreamInfo", "Synced"]
