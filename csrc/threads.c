@@ -124,21 +124,29 @@ static void *thread_main(void *arg) {
   return NULL;
 }
 
+/* What has no item for a second thread touches nothing that others look at. */
+static void run_alone(ds4_threads *t, uint32_t n, ds4_work work, void *ctx) {
+  for (uint32_t i = 0; i < n && !atomic_load_explicit(&t->stopped, memory_order_relaxed); i++) {
+    work(ctx, i, 0);
+    if (t->poll && t->poll(t->user)) atomic_store(&t->stopped, true);
+  }
+}
+
 void ds4_threads_run(ds4_threads *t, uint32_t n, ds4_work work, void *ctx) {
+  if (t->n == 1 || n <= 1) {
+    run_alone(t, n, work, ctx);
+    return;
+  }
   uint64_t round = (atomic_load(&t->state) >> 32) + 1;
   atomic_store(&t->items, 0); /* nothing is free while the rest is written */
   atomic_store_explicit(&t->work, work, memory_order_relaxed);
   atomic_store_explicit(&t->ctx, ctx, memory_order_relaxed);
   atomic_store(&t->done, 0);
   atomic_store(&t->state, round << 32);
-  if (t->n > 1 && n > 1) {
-    pthread_mutex_lock(&t->lock); /* a thread on its way to sleep sees the items or is woken */
-    atomic_store(&t->items, n);
-    if (t->sleeping) pthread_cond_broadcast(&t->wake);
-    pthread_mutex_unlock(&t->lock);
-  } else {
-    atomic_store(&t->items, n);
-  }
+  pthread_mutex_lock(&t->lock); /* a thread on its way to sleep sees the items or is woken */
+  atomic_store(&t->items, n);
+  if (t->sleeping) pthread_cond_broadcast(&t->wake);
+  pthread_mutex_unlock(&t->lock);
   take_items(t, 0);
   for (uint32_t i = 0; atomic_load(&t->done) < n; i++) {
     relax();
