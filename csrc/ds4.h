@@ -224,6 +224,8 @@ typedef struct ds4_sampling {
   const float *bias;
   const int32_t *allowed;
   uint64_t seed, position; /* K10: the random number is a function of these two */
+  void *scratch;           /* optional, as aligned as malloc's: with 20 bytes a token of the vocabulary no memory is taken */
+  uint64_t scratch_bytes;
 } ds4_sampling;
 typedef struct ds4_sampled {
   int32_t id;

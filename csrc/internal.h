@@ -191,14 +191,17 @@ extern const ds4_arch ds4_llama, ds4_qwen3, ds4_gemma3, ds4_deepseek_v4;
 
 enum ds4_phase { DS4_BUILDING, DS4_DECLARED, DS4_READY, DS4_BROKEN };
 #define DS4_MAX_BUFFERS 32
+#define DS4_SPARE_LOGITS 16
 
 struct ds4_engine {
   pthread_mutex_t lock; /* guards the pool, all sessions and marks; never held while computing */
   pthread_cond_t turn;
   struct ds4_waiter *queue; /* calls that compute, first come, first served; the head has its turn */
   struct ds4_caller *callers;
-  _Atomic uint32_t refs; /* the caller's, one per session, mark and logits */
+  struct ds4_room *spare_room; /* memory that calls work in, when none does */
+  _Atomic uint32_t refs;       /* the caller's, one per session, mark and logits */
   _Atomic uint64_t live_logits;
+  _Atomic(ds4_logits *) spare_logits[DS4_SPARE_LOGITS];
   pid_t pid;
   int phase;
   const ds4_arch *arch;
@@ -290,7 +293,6 @@ void ds4_leave(ds4_engine *e);
 int ds4_kv_legal(const ds4_session *s, ds4_error *err); /* DS4_EBUSY, DS4_EPOISONED or DS4_OK */
 void ds4_kv_begin(ds4_session *s);
 bool ds4_kv_end(ds4_session *s); /* true: it was freed meanwhile, the caller lets go of the engine without the lock */
-ds4_logits *ds4_logits_new(ds4_engine *e);
 static inline int32_t ds4_log_token(const ds4_session *s, uint32_t pos) {
   return s->logs[pos / DS4_LOG_TOKENS]->token[pos % DS4_LOG_TOKENS];
 }
@@ -298,6 +300,9 @@ static inline uint32_t ds4_rows_at(const ds4_stream *st, uint64_t pos) { return 
 static inline uint32_t ds4_pages_of(const ds4_stream *st, uint64_t rows) {
   return (uint32_t)((rows + st->layout.page_rows - 1) / st->layout.page_rows);
 }
+
+/* logits.c */
+ds4_logits *ds4_logits_new(ds4_engine *e); /* its floats are to be written by the caller; NULL: no memory */
 
 /* layout.c */
 int ds4_layout_init(ds4_layout *l, ds4_error *err); /* fills in sizes and offsets from heads, width, across, type */

@@ -132,6 +132,8 @@ void ds4_engine_release(ds4_engine *e) {
     free(s->values);
     free(s);
   }
+  for (uint32_t i = 0; i < DS4_SPARE_LOGITS; i++) free(atomic_load(&e->spare_logits[i]));
+  free(e->spare_room);
   free(e->tensors);
   free(e->model);
   for (int i = 0; i < DS4_ROPES; i++) free(e->rope[i].freqs);

@@ -310,7 +310,7 @@ static int sample(const float *logits, uint32_t vocab, const ds4_sampling *o, ds
   if (!greedy || !plain) {
     uint64_t first = vocab * (uint64_t)(greedy ? sizeof(int32_t) : sizeof(candidate));
     uint64_t bytes = first + (plain ? 0 : vocab * (uint64_t)sizeof(float));
-    if (bytes > SIZE_MAX || !(scratch = malloc((size_t)bytes)))
+    if (bytes > SIZE_MAX || !(scratch = o->scratch && o->scratch_bytes >= bytes ? o->scratch : malloc((size_t)bytes)))
       return ds4_fail(err, DS4_ENOMEM, (int64_t)bytes, 0, "no memory for sampling, %llu bytes; free some and try again",
                       (unsigned long long)bytes);
     if (!plain) {
@@ -328,7 +328,7 @@ static int sample(const float *logits, uint32_t vocab, const ds4_sampling *o, ds
     status = ds4_fail(err, DS4_ENONFINITE, best.at, vocab,
                       "every token that allowed and bias leave has the logit -inf; allow others, or ban fewer");
   }
-  free(scratch);
+  if (scratch != o->scratch) free(scratch);
   return status;
 }
 

@@ -79,7 +79,36 @@ typedef struct call {
   void *user;
   uint64_t done, total, round_tokens, last_ms;
   ds4_run run;
+  part one_part; /* parts and views of a call with one job */
+  ds4_view one_views[DS4_MAX_STREAMS];
 } call;
+
+/* What a call with several jobs works in: jobs, then parts, then views. */
+typedef struct ds4_room {
+  uint32_t n;
+  job jobs[];
+} ds4_room;
+
+/* The engine keeps the largest room for the next call, so that a decode step of a batch takes no memory from the system. Lock held. */
+static ds4_room *room_take(ds4_engine *e, uint32_t n) {
+  ds4_room *r = e->spare_room;
+  e->spare_room = NULL;
+  if (r && r->n >= n) return r;
+  free(r);
+  r = ds4_alloc(e, sizeof *r + n * (sizeof(job) + sizeof(part) + e->n_streams * (uint64_t)sizeof(ds4_view)));
+  if (r) r->n = n;
+  return r;
+}
+
+static void room_give(ds4_engine *e, ds4_room *r) {
+  ds4_room *other = e->spare_room;
+  if (!r || (other && other->n >= r->n)) {
+    free(r);
+    return;
+  }
+  free(other);
+  e->spare_room = r;
+}
 
 #define PROGRESS_MS 40u
 
@@ -346,6 +375,8 @@ static int round_run(call *c, ds4_error *err) {
 
 static void call_init(call *c, ds4_engine *e, job *jobs, uint32_t n, uint32_t chunk, ds4_progress progress, void *user) {
   *c = (call){.e = e, .jobs = jobs, .n_jobs = n, .progress = progress, .user = user, .last_ms = now_ms()};
+  c->parts = &c->one_part;
+  c->views = c->one_views;
   c->chunk = ds4_min_u32(chunk ? chunk : DS4_CHUNK_DEFAULT, DS4_CHUNK_MAX);
 }
 
@@ -382,9 +413,6 @@ static void call_leave(ds4_engine *e, ds4_caller *me) {
 static int call_run(call *c, ds4_error *err) {
   ds4_engine *e = c->e;
   for (uint32_t i = 0; i < c->n_jobs; i++) c->total += c->jobs[i].n;
-  c->parts = ds4_alloc(e, c->n_jobs * (sizeof *c->parts + e->n_streams * sizeof *c->views));
-  if (!c->parts) return ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for the call; nothing was evaluated");
-  c->views = (ds4_view *)(void *)(c->parts + c->n_jobs);
   int status = DS4_OK;
   for (uint32_t i = 0; !status && i < c->n_jobs; i++) {
     job *j = &c->jobs[i];
@@ -402,7 +430,6 @@ static int call_run(call *c, ds4_error *err) {
     ds4_logits_free(c->jobs[i].logits);
     c->jobs[i].logits = NULL;
   }
-  free(c->parts);
   return status;
 }
 
@@ -503,13 +530,18 @@ static void segments_position(const ds4_engine *e, ds4_segment *g, uint32_t n) {
 }
 
 /* Counts what must be released once the lock is gone. */
-static int eval_locked(ds4_engine *e, ds4_segment *g, uint32_t n, job *jobs, uint32_t chunk, ds4_progress progress, void *user,
+static int eval_locked(ds4_engine *e, ds4_segment *g, uint32_t n, ds4_room *room, uint32_t chunk, ds4_progress progress, void *user,
                        uint32_t *freed, ds4_error *err) {
   int status = DS4_OK;
   uint32_t taken = 0;
+  job one, *jobs = room ? room->jobs : &one; /* no room: n <= 1 */
   for (uint32_t i = 0; !status && i < n; i++) status = segment_check(e, &g[i], i, g, err);
   call c;
   call_init(&c, e, jobs, 0, chunk, progress, user);
+  if (room) {
+    c.parts = (part *)(void *)(room->jobs + room->n);
+    c.views = (ds4_view *)(void *)(c.parts + room->n);
+  }
   for (uint32_t i = 0; !status && i < n; i++) c.chunk = session_chunk(g[i].session, c.chunk);
   for (; !status && taken < n; taken++) {
     ds4_session *s = g[taken].session;
@@ -539,12 +571,12 @@ int ds4_eval(ds4_engine *e, ds4_segment *segments, uint32_t n, uint32_t chunk, d
   }
   if (status) return status;
   segments_position(e, segments, n);
-  job *jobs = ds4_alloc(e, (uint64_t)(n ? n : 1) * sizeof *jobs);
-  if (jobs)
-    status = eval_locked(e, segments, n, jobs, chunk, progress, user, &freed, err);
+  ds4_room *room = n > 1 ? room_take(e, n) : NULL;
+  if (room || n <= 1)
+    status = eval_locked(e, segments, n, room, chunk, progress, user, &freed, err);
   else
     status = ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for the call; nothing has changed");
-  free(jobs);
+  room_give(e, room);
   call_leave(e, &me);
   while (freed--) ds4_engine_release(e);
   return status;
@@ -648,44 +680,6 @@ void ds4_session_cancel(ds4_session *s) {
   if (ds4_enter(s->engine, NULL)) return;
   if (s->busy) atomic_store(&s->cancel, 1);
   ds4_leave(s->engine);
-}
-
-/* ---- logits ------------------------------------------------------------------------------------------------------------------------ */
-
-ds4_logits *ds4_logits_new(ds4_engine *e) {
-  ds4_logits *l = ds4_alloc(e, sizeof *l + (uint64_t)e->vocab * sizeof(float));
-  if (!l) return NULL;
-  l->engine = e;
-  atomic_store(&l->refs, 1);
-  atomic_fetch_add(&e->live_logits, 1);
-  ds4_engine_hold(e);
-  return l;
-}
-
-void ds4_logits_free(ds4_logits *l) {
-  if (!l || atomic_fetch_sub(&l->refs, 1) > 1) return;
-  ds4_engine *e = l->engine;
-  free(l);
-  atomic_fetch_sub(&e->live_logits, 1);
-  ds4_engine_release(e);
-}
-
-const float *ds4_logits_data(const ds4_logits *l) { return l->data; }
-
-int ds4_session_logits(ds4_session *s, ds4_logits **out, ds4_error *err) {
-  *out = NULL;
-  int status = ds4_enter(s->engine, err);
-  if (status) return status;
-  status = ds4_kv_legal(s, err);
-  if (!status && !s->logits)
-    status = ds4_fail(err, DS4_ELOGITS, s->pos, 0, "the session holds no valid logits at position %u; evaluate a token, sync, or refresh",
-                      s->pos);
-  if (!status) {
-    atomic_fetch_add(&s->logits->refs, 1);
-    *out = s->logits;
-  }
-  ds4_leave(s->engine);
-  return status;
 }
 
 /* ---- making, reading, freeing --------------------------------------------------------------------------------------------------------- */

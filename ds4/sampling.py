@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .engine import Session
 
 INT32_MAX = 2**31 - 1
+SCRATCH = 20  # bytes for each logit that the core works in
 
 _NUMBERS: dict[str, tuple[Callable[[float], bool], str]] = {
     "temperature": (lambda x: 0 <= x < math.inf, "0 (greedy) or a positive finite number"),
@@ -144,11 +145,13 @@ def sample(
     history: Iterable[int] = (),
     position: int = 0,
     allowed: Iterable[int] | None = None,
+    scratch: npt.NDArray[np.uint8] | None = None,
 ) -> tuple[int, float]:
     """Chooses one token from logits [vocab]: (id, log-probability under the model's own distribution).
 
     `history`: the tokens that the penalties count; here `repeat_last` does not cut it. `position`: the index that the
-    token will have. `allowed`: None = every token; `sampling.mask` is not asked. A seed of None is drawn anew. Raises
+    token will have. `allowed`: None = every token; `sampling.mask` is not asked. A seed of None is drawn anew.
+    `scratch`: `SCRATCH` bytes for each logit, to work in; without it memory is taken for the call. Raises
     ArgumentError, and NonFiniteError for NaN, +inf or no finite logit.
     """
     logits = np.ascontiguousarray(logits, np.float32)
@@ -170,6 +173,9 @@ def sample(
     options.allowed, options.n_allowed = permitted, -1 if choice is None else len(choice)
     options.seed = _draw_seed() if sampling.seed is None else sampling.seed
     options.position = position
+    if scratch is not None:
+        work = ffi.from_buffer(scratch, require_writable=True)
+        options.scratch, options.scratch_bytes = work, len(work)
     out, err = ffi.new("ds4_sampled *"), ffi.new("ds4_error *")
     check(lib.ds4_sample(ffi.from_buffer(numbers, logits), len(logits), options, out, err), err)
     return out.id, out.logprob
@@ -330,6 +336,7 @@ class _Chooser:
         self._greedy = greedy
         self._fixed = replace(sampling, temperature=0.0, repetition=1.0, presence=0.0, frequency=0.0)
         self._sampled: list[int] = []
+        self._scratch = np.empty(0, np.uint8)
         self._log = np.empty(limit if sampling.penalises else 0, np.int32)
         if sampling.penalises:
             self._log[: session.pos] = session.tokens
@@ -343,7 +350,10 @@ class _Chooser:
             if allowed is None:
                 raise ArgumentError("mask returned None; it must return the allowed token ids")
         chosen_by = self._fixed if self._greedy is not None and self._greedy() else self._sampling
-        return sample(self._session.logits, chosen_by, history, position, allowed)
+        logits = self._session.logits
+        if not len(self._scratch):
+            self._scratch = np.empty(SCRATCH * len(logits), np.uint8)
+        return sample(logits, chosen_by, history, position, allowed, self._scratch)
 
     def accept(self, token: int) -> None:
         """The token is in the session."""
