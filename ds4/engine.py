@@ -40,6 +40,8 @@ _PROFILE_ENTRIES = 256  # the core keeps no more
 
 def _token_array(tokens: Tokens) -> npt.NDArray[np.int32]:
     """Token ids as contiguous int32. Raises ArgumentError for anything else."""
+    if type(tokens) is list and len(tokens) == 1 and type(tokens[0]) is int and 0 <= tokens[0] <= 0x7FFFFFFF:
+        return np.array(tokens, np.int32)  # a decode step; what follows costs more than all the rest of it in Python
     try:
         array = np.asarray(tokens if isinstance(tokens, (list, tuple, np.ndarray)) else list(tokens))
     except (TypeError, ValueError, OverflowError):
@@ -428,6 +430,16 @@ class Session(_Closing):
         array = np.frombuffer(ffi.buffer(data, self.engine.vocab * 4), np.float32)
         array.flags.writeable = False
         return array
+
+    def _sample(self, options: Any) -> tuple[int, float]:
+        """`ds4_sample` on the session's logits, without an array of them."""
+        err, held, out = ffi.new("ds4_error *"), ffi.new("ds4_logits **"), ffi.new("ds4_sampled *")
+        check(lib.ds4_session_logits(self._handle(), held, err), err)
+        try:
+            check(lib.ds4_sample(lib.ds4_logits_data(held[0]), self.engine.vocab, options, out, err), err)
+        finally:
+            lib.ds4_logits_free(held[0])
+        return out.id, out.logprob
 
     def eval(
         self,

@@ -11,7 +11,6 @@ import math
 import secrets
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
@@ -103,10 +102,6 @@ class Sampling:
         """Whether the tokens before have an influence on the choice."""
         return (self.repetition, self.presence, self.frequency) != (1, 0, 0) and self.repeat_last != 0
 
-    @cached_property
-    def _bias(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        return np.array(list(self.logit_bias), np.int32), np.array(list(self.logit_bias.values()), np.float32)
-
 
 def _is_real(value: object) -> bool:
     return isinstance(value, Real) and not isinstance(value, (bool, np.bool_))
@@ -157,28 +152,41 @@ def sample(
     logits = np.ascontiguousarray(logits, np.float32)
     if logits.ndim != 1:
         raise ArgumentError(f"logits have the shape {list(logits.shape)}; give one row, [vocab]")
-    bias_ids, bias = sampling._bias
-    past = _token_ids("history", history) if sampling.penalises else bias_ids[:0]
-    choice = None if allowed is None else _token_ids("allowed", allowed)
-    ids, numbers = "int32_t[]", "float[]"
-    # The struct borrows these: they have names so that they live until the call is over.
-    buffers = (ffi.from_buffer(ids, past), ffi.from_buffer(ids, bias_ids), ffi.from_buffer(numbers, bias))
-    permitted = ffi.NULL if choice is None else ffi.from_buffer(ids, choice)
-    options = ffi.new("ds4_sampling *")
-    options.temperature, options.top_k = sampling.temperature, sampling.top_k
-    options.top_p, options.min_p = sampling.top_p, sampling.min_p
-    options.repetition, options.presence, options.frequency = sampling.repetition, sampling.presence, sampling.frequency
-    options.history, options.bias_ids, options.bias = buffers
-    options.n_history, options.n_bias = len(past), len(bias)
-    options.allowed, options.n_allowed = permitted, -1 if choice is None else len(choice)
-    options.seed = _draw_seed() if sampling.seed is None else sampling.seed
-    options.position = position
-    if scratch is not None:
-        work = ffi.from_buffer(scratch, require_writable=True)
-        options.scratch, options.scratch_bytes = work, len(work)
-    out, err = ffi.new("ds4_sampled *"), ffi.new("ds4_error *")
-    check(lib.ds4_sample(ffi.from_buffer(numbers, logits), len(logits), options, out, err), err)
+    core, out, err = _CoreOptions(sampling, scratch), ffi.new("ds4_sampled *"), ffi.new("ds4_error *")
+    core.set(history, position, allowed)
+    check(lib.ds4_sample(ffi.from_buffer("float[]", logits), len(logits), core.struct, out, err), err)
     return out.id, out.logprob
+
+
+class _CoreOptions:
+    """A Sampling as the core takes it, made once for many tokens."""
+
+    def __init__(self, sampling: Sampling, scratch: npt.NDArray[np.uint8] | None) -> None:
+        self._sampling = sampling
+        bias = sampling.logit_bias
+        ids, values = np.array(list(bias), np.int32), np.array(list(bias.values()), np.float32)
+        # The struct borrows arrays: they have names so that they live as long as it does.
+        self._bias = ffi.from_buffer("int32_t[]", ids), ffi.from_buffer("float[]", values)
+        self._scratch = None if scratch is None else ffi.from_buffer(scratch, require_writable=True)
+        self._history = self._allowed = ffi.NULL
+        self.struct = o = ffi.new("ds4_sampling *")
+        o.temperature, o.top_k, o.top_p, o.min_p = sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
+        o.repetition, o.presence, o.frequency = sampling.repetition, sampling.presence, sampling.frequency
+        (o.bias_ids, o.bias), o.n_bias, o.n_allowed = self._bias, len(ids), -1
+        if self._scratch is not None:
+            o.scratch, o.scratch_bytes = self._scratch, len(self._scratch)
+
+    def set(self, history: Iterable[int], position: int, allowed: Iterable[int] | None) -> None:
+        """What is different for each token."""
+        o = self.struct
+        if self._sampling.penalises:
+            self._history = ffi.from_buffer("int32_t[]", _token_ids("history", history))
+            o.history, o.n_history = self._history, len(self._history)
+        if allowed is not None:
+            self._allowed = ffi.from_buffer("int32_t[]", _token_ids("allowed", allowed))
+            o.allowed, o.n_allowed = self._allowed, len(self._allowed)
+        o.seed = _draw_seed() if self._sampling.seed is None else self._sampling.seed
+        o.position = position
 
 
 def _draw_seed() -> int:
@@ -334,32 +342,32 @@ class _Chooser:
     ) -> None:
         self._session, self._sampling = session, sampling
         self._greedy = greedy
-        self._fixed = replace(sampling, temperature=0.0, repetition=1.0, presence=0.0, frequency=0.0)
+        scratch = np.empty(SCRATCH * len(session.logits), np.uint8)
+        fixed = replace(sampling, temperature=0.0, repetition=1.0, presence=0.0, frequency=0.0)
+        self._core = _CoreOptions(sampling, scratch)
+        self._fixed = None if greedy is None else _CoreOptions(fixed, scratch)
         self._sampled: list[int] = []
-        self._scratch = np.empty(0, np.uint8)
         self._log = np.empty(limit if sampling.penalises else 0, np.int32)
         if sampling.penalises:
             self._log[: session.pos] = session.tokens
 
-    def choose(self) -> tuple[int, float]:
-        position, last, mask = self._session.pos, self._sampling.repeat_last, self._sampling.mask
+    def choose(self, position: int) -> tuple[int, float]:
+        last, mask = self._sampling.repeat_last, self._sampling.mask
         history = self._log[0 if last < 0 else max(0, position - last) : position]
         allowed = None
         if mask is not None:
             allowed = mask(tuple(self._sampled))
             if allowed is None:
                 raise ArgumentError("mask returned None; it must return the allowed token ids")
-        chosen_by = self._fixed if self._greedy is not None and self._greedy() else self._sampling
-        logits = self._session.logits
-        if not len(self._scratch):
-            self._scratch = np.empty(SCRATCH * len(logits), np.uint8)
-        return sample(logits, chosen_by, history, position, allowed, self._scratch)
+        core = self._fixed if self._fixed is not None and self._greedy is not None and self._greedy() else self._core
+        core.set(history, position, allowed)
+        return self._session._sample(core.struct)
 
-    def accept(self, token: int) -> None:
-        """The token is in the session."""
+    def accept(self, token: int, position: int) -> None:
+        """The token is in the session, at `position`."""
         self._sampled.append(token)
         if len(self._log):
-            self._log[self._session.pos - 1] = token
+            self._log[position] = token
 
 
 def _generate(
@@ -384,10 +392,10 @@ def _generate(
                     f"the session was moved from position {position} to {session.pos} between two tokens; "
                     "end this generation and call generate again"
                 )
-            token, logprob = chooser.choose()
+            token, logprob = chooser.choose(position)
             session.eval([token])
+            chooser.accept(token, position)
             position += 1
-            chooser.accept(token)
             if token in stop_ids:
                 rest, _ = text.flush()
                 yield Token(token, "", logprob, None if rest else "stop", seed)
