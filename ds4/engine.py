@@ -33,6 +33,12 @@ Tokens = Iterable[int] | npt.NDArray[np.int32]
 _FORMATS = {name: getattr(lib, f"DS4_{name}") for name in (*families.MATRIX_FORMATS, *families.SCALED_FORMATS)}
 _STATES = {lib.DS4_EMPTY: "EMPTY", lib.DS4_LIVE: "LIVE", lib.DS4_BUSY: "BUSY", lib.DS4_POISONED: "POISONED"}
 
+_WANTS = {
+    None: lib.DS4_WANT_NONE,
+    "last": lib.DS4_WANT_LAST,
+    "all": lib.DS4_WANT_ALL,
+    "draft": lib.DS4_WANT_DRAFT,
+}
 
 _HERE = -(2**63)  # DS4_HERE
 _PROFILE_ENTRIES = 256  # the core keeps no more
@@ -324,7 +330,7 @@ class Engine(_Closing):
         self.checkpoint.close()
 
 
-@dataclass
+@dataclass(slots=True)
 class _Segment:
     session: Session
     tokens: npt.NDArray[np.int32]
@@ -458,9 +464,7 @@ class Session(_Closing):
         Raises ArgumentError, ContextFull, PoolFull, Busy, Poisoned before anything is computed; Cancelled and
         ComputeError leave the session at the last whole chunk (`error.pos`).
         """
-        wants = {None: lib.DS4_WANT_NONE, "last": lib.DS4_WANT_LAST, "all": lib.DS4_WANT_ALL}
-        wants["draft"] = lib.DS4_WANT_DRAFT
-        if logits not in wants:
+        if logits not in _WANTS:
             raise ArgumentError(f"logits is {logits!r}; 'last', 'all', 'draft' and None are possible.")
         array, out = _token_array(tokens), None
         if logits in ("all", "draft"):
@@ -470,7 +474,7 @@ class Session(_Closing):
                     "1 GB; use score, or shorter pieces."
                 )
             out = np.empty((len(array), self.engine.vocab), np.float32)
-        _eval(self.engine, [_Segment(self, array, wants[logits], out)], chunk, progress)
+        _eval(self.engine, [_Segment(self, array, _WANTS[logits], out)], chunk, progress)
         return out
 
     def score(

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ds4.cli import scenario
+from ds4.cli import profile, scenario
 from ds4.cli.options import Subparsers, UsageError, at_least, command
 from ds4.cli.output import Output
 from ds4.cli.scenario import time_text
@@ -46,6 +46,7 @@ def add(subparsers: Subparsers) -> None:
         "--synthetic", action=_Synthetic, nargs=argparse.REMAINDER, commands=commands, metavar="KIND",
         help="the same as synthetic KIND",
     )  # fmt: skip
+    profile.add(commands)
 
 
 class _Synthetic(argparse.Action):
