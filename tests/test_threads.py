@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
-from oracle import assert_same, make_engine, settled, some_tokens
+from oracle import DATA, assert_same, make_engine, settled, some_tokens
 
 from ds4.errors import Busy, Cancelled, Ds4Error
 
@@ -404,3 +407,49 @@ def test_a_callback_cannot_wait_for_itself(engine_of):
         assert other.logits_valid and not child.logits_valid
         assert_same(other, TOKENS[:50])
         assert_same(child, TOKENS[:40])
+
+
+# ---- the pool of threads -----------------------------------------------------------------------------------------
+
+
+def test_idle_threads_use_no_processor():
+    """CPU time, which other processes have no part in: a thread that spins for ever uses all of every window. The first
+    windows may still see the end of the work."""
+    with make_engine(threads=4) as engine, engine.session() as session:
+        session.eval(TOKENS[:100])
+        for token in TOKENS[100:110]:
+            session.eval([token])
+        used = []
+        for _ in range(10):
+            wall, cpu = time.perf_counter(), time.process_time()
+            time.sleep(0.5)
+            used.append((time.process_time() - cpu) / (time.perf_counter() - wall))
+            if used[-1] < 0.05:
+                return
+    pytest.fail(f"an idle engine used these shares of a processor: {used}")
+
+
+POOL = """
+import os, sys
+import ds4
+from ds4.memory import usable_cpus
+tasks = lambda: len(os.listdir("/proc/self/task"))
+if len(sys.argv) > 2:
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+before = tasks()
+with ds4.Engine(sys.argv[1], pool_tokens=1024) as engine:
+    assert engine.threads == usable_cpus(), (engine.threads, usable_cpus())
+    assert tasks() - before == engine.threads - 1, "the calling thread is one of them"
+    print(engine.threads)
+assert tasks() == before
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc and an affinity mask")
+@pytest.mark.parametrize("pinned", [(), ("pinned",)])
+def test_as_many_threads_as_usable_cpus_and_no_more(pinned):
+    env = os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)}
+    command = [sys.executable, "-c", POOL, str(DATA / "llama"), *pinned]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert not pinned or done.stdout == "1\n"

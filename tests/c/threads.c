@@ -39,6 +39,10 @@ static void quarrel(void) {
   int status = ds4_session_sync(shared, tokens, 64, 8, NULL, NULL, &done, &err);
   if (status && status != DS4_EBUSY && status != DS4_ECANCELLED) die("shared sync", &err);
   ds4_session_cancel(shared);
+  ds4_profile_entry entries[64];
+  uint32_t n;
+  status = ds4_engine_profile(engine, DS4_PROFILE_START, entries, 64, &n, &err);
+  if (status && status != DS4_EBUSY) die("profile", &err);
   status = ds4_session_clear(shared, &err);
   if (status && status != DS4_EBUSY) die("shared clear", &err);
 }
@@ -63,9 +67,13 @@ int main(void) {
   engine = tiny_engine(2);
   for (int i = 0; i < THREADS; i++) run(i, expected[i], 0);
   if (ds4_session_new(engine, 0, &shared, &err)) die("session", &err);
+  ds4_profile_entry entries[64];
+  uint32_t n;
+  if (ds4_engine_profile(engine, DS4_PROFILE_START, NULL, 0, &n, &err)) die("profile", &err); /* the bits are those without one */
   for (int i = 0; i < THREADS; i++) pthread_create(&thread[i], NULL, work, (void *)(intptr_t)i);
   for (int i = 0; i < THREADS; i++) pthread_join(thread[i], NULL);
   if (ds4_session_check(shared, &err)) die("check", &err);
+  if (ds4_engine_profile(engine, DS4_PROFILE_STOP, entries, 64, &n, &err)) die("profile", &err);
   ds4_session_free(shared);
   ds4_ledger l;
   if (ds4_engine_ledger(engine, &l, &err)) die("ledger", &err);
