@@ -235,6 +235,13 @@ int ds4_sample(const float *logits, uint32_t vocab, const ds4_sampling *options,
 /* Philox4x32-10, the first word, as a float in [0, 1). */
 float ds4_random(uint64_t seed, uint64_t position);
 
+/* ---- this process ------------------------------------------------------------------------------------------------------------------ */
+
+/* What this process may use: the affinity mask bounded by the quotas of its control groups, rounded up; the least of the machine's memory,
+ * the limits of its control groups and its own. */
+uint32_t ds4_usable_cpus(void);
+uint64_t ds4_usable_memory(void);
+
 /* ---- profile ----------------------------------------------------------------------------------------------------------------------- */
 
 /* One kind of work: an op with the format of its weights or rows, or "between ops" (rounds; `rows` counts tokens), "session" (calls outside

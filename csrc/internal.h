@@ -324,9 +324,11 @@ void ds4_threads_poll(ds4_threads *t, ds4_poll poll, void *user);
 bool ds4_threads_stopped(ds4_threads *t); /* the poll said stop in this round */
 /* Runs work(ctx, i, thread) for every i < n; which thread takes which item is free. */
 void ds4_threads_run(ds4_threads *t, uint32_t n, ds4_work work, void *ctx);
-uint32_t ds4_usable_cpus(void);
-uint64_t ds4_usable_memory(void);
 uint32_t ds4_float_mode_set(void); /* nearest, denormals on; returns what was set before */
 void ds4_float_mode_restore(uint32_t mode);
+
+/* limits.c: what ds4_usable_cpus and ds4_usable_memory say, with `root` before the names of the system's files */
+uint32_t ds4_cpus_under(const char *root);
+uint64_t ds4_memory_under(const char *root);
 
 #endif

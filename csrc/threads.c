@@ -1,4 +1,4 @@
-/* A pool of threads for one engine, the limits of this process, and the floating-point mode.
+/* A pool of threads for one engine, and the floating-point mode.
  *
  * Work is a number of items that are taken one by one; which thread takes which decides nothing but speed. The calling thread works too and
  * serves the poll between its items. It waits for items, never for threads: one that gets no processor in time costs nothing. Idle threads
@@ -7,22 +7,12 @@
  * `state` holds the round in its upper half and the next free item in its lower one. An item is claimed by raising it with a compare and
  * exchange that fails when the round is another one; `work`, `ctx` and `items` are written while no item is free, so what was read before a
  * claim that succeeded belongs to the claimed item's round. */
-#if defined(__linux__)
-#define _GNU_SOURCE /* for the affinity mask */
-#endif
 #include "internal.h"
 
 #include <sched.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
-#include <sys/resource.h>
-#include <unistd.h>
 #if defined(__x86_64__)
 #include <xmmintrin.h>
-#endif
-#if defined(__APPLE__)
-#include <sys/sysctl.h>
 #endif
 
 /* ---- floating-point mode ------------------------------------------------------------------------------------------------------------- */
@@ -194,96 +184,4 @@ void ds4_threads_free(ds4_threads *t) {
   pthread_mutex_destroy(&t->lock);
   free(t->thread);
   free(t);
-}
-
-/* ---- limits of this process ---------------------------------------------------------------------------------------------------------- */
-
-#if defined(__linux__)
-/* The first two numbers of a small file; "max" and a missing file give UINT64_MAX. */
-static bool read_numbers(const char *path, uint64_t *a, uint64_t *b) {
-  FILE *f = fopen(path, "re");
-  if (!f) return false;
-  char first[32] = "";
-  unsigned long long second = 0;
-  int n = fscanf(f, "%31s %llu", first, &second);
-  fclose(f);
-  char *end;
-  unsigned long long v = strtoull(first, &end, 10);
-  *a = n >= 1 && *end == 0 && first[0] != '-' ? v : UINT64_MAX;
-  *b = n >= 2 ? second : 0;
-  return n >= 1;
-}
-
-/* Calls `see` for the file `name` of this process's control group and of all groups above it, version 2, then version 1. */
-static void cgroup_each(const char *controller, const char *v2_name, const char *v1_name, void (*see)(const char *path, void *user),
-                        void *user) {
-  FILE *f = fopen("/proc/self/cgroup", "re");
-  char line[4096];
-  while (f && fgets(line, sizeof line, f)) {
-    line[strcspn(line, "\n")] = 0;
-    char *kind = strchr(line, ':'), *path = kind ? strchr(kind + 1, ':') : NULL;
-    if (!path) continue;
-    *path++ = 0;
-    kind++;
-    bool v2 = !*kind;
-    if (!v2 && !strstr(kind, controller)) continue;
-    for (char *end = path + strlen(path);; *end = 0) {
-      char file[8192];
-      if (v2)
-        snprintf(file, sizeof file, "/sys/fs/cgroup%s/%s", path, v2_name);
-      else
-        snprintf(file, sizeof file, "/sys/fs/cgroup/%s%s/%s", controller, path, v1_name);
-      see(file, user);
-      while (end > path && *end != '/') end--;
-      if (end == path && !*path) break;
-    }
-  }
-  if (f) fclose(f);
-}
-
-static void see_quota(const char *path, void *user) {
-  uint64_t quota, period, *cpus = user;
-  if (!read_numbers(path, &quota, &period) || quota == UINT64_MAX || (int64_t)quota <= 0) return;
-  uint64_t n = (quota + (period ? period : 100000) - 1) / (period ? period : 100000);
-  if (n < *cpus) *cpus = n ? n : 1;
-}
-
-static void see_limit(const char *path, void *user) {
-  uint64_t limit, unused, *bytes = user;
-  if (read_numbers(path, &limit, &unused) && limit < *bytes) *bytes = limit;
-}
-#endif
-
-/* CPUs that this process may use: its affinity mask and the quota of its control group. */
-uint32_t ds4_usable_cpus(void) {
-  uint64_t n = 0;
-#if defined(__linux__)
-  cpu_set_t set;
-  if (!sched_getaffinity(0, sizeof set, &set)) n = (uint64_t)CPU_COUNT(&set);
-#endif
-  if (!n) {
-    long online = sysconf(_SC_NPROCESSORS_ONLN);
-    n = online > 0 ? (uint64_t)online : 1;
-  }
-#if defined(__linux__)
-  cgroup_each("cpu", "cpu.max", "cpu.cfs_quota_us", see_quota, &n);
-#endif
-  return (uint32_t)(n > 256 ? 256 : n);
-}
-
-/* Bytes that this process may use: the machine's, its control group's, its address-space limit. */
-uint64_t ds4_usable_memory(void) {
-  uint64_t bytes = 0;
-#if defined(__APPLE__)
-  size_t size = sizeof bytes;
-  sysctlbyname("hw.memsize", &bytes, &size, NULL, 0);
-#else
-  bytes = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
-#endif
-#if defined(__linux__)
-  cgroup_each("memory", "memory.max", "memory.limit_in_bytes", see_limit, &bytes);
-#endif
-  struct rlimit r;
-  if (!getrlimit(RLIMIT_AS, &r) && r.rlim_cur != RLIM_INFINITY && r.rlim_cur < bytes) bytes = r.rlim_cur;
-  return bytes;
 }

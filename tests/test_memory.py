@@ -1,4 +1,4 @@
-"""Memory and CPUs that a process may use, on made-up /proc and /sys trees."""
+"""Memory and CPUs that a process may use."""
 
 import os
 import resource
@@ -15,74 +15,10 @@ PHYSICAL = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
-def tree(root, files):
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-V2 = "31 23 0:28 / /sys/fs/cgroup rw,nosuid - cgroup2 cgroup2 rw\n"
-V1 = (
-    "32 31 0:29 / /sys/fs/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct\n"
-    "35 31 0:32 {root} /sys/fs/cgroup/memory rw master:3 - cgroup cgroup rw,memory\n"
-)
-V1_GROUPS = "4:memory:/docker/a\n2:cpu,cpuacct:/docker/a\n0::/\n"
-
-
-def test_without_groups(tmp_path):
-    assert 0 < usable_memory(tmp_path) <= PHYSICAL
-    assert usable_cpus(tmp_path) == CPUS
-
-
-def test_v2_takes_the_least_of_the_group_and_its_parents(tmp_path):
-    files = {
-        "proc/self/cgroup": "0::/a/b\n",
-        "proc/self/mountinfo": V2,
-        "sys/fs/cgroup/a/b/memory.max": "max\n",
-        "sys/fs/cgroup/a/memory.max": "1073741824\n",
-        "sys/fs/cgroup/a/b/cpu.max": "max 100000\n",
-        "sys/fs/cgroup/a/cpu.max": "50000 100000\n",
-    }
-    tree(tmp_path, files)
-    assert usable_memory(tmp_path) == GB
-    assert usable_cpus(tmp_path) == 1
-
-
-@pytest.mark.skipif(CPUS < 2, reason="a quota above one CPU shows only with two")
-def test_a_quota_is_rounded_up(tmp_path):
-    tree(tmp_path, {"proc/self/cgroup": "0::/\n", "proc/self/mountinfo": V2, "sys/fs/cgroup/cpu.max": "100001 100000"})
-    assert usable_cpus(tmp_path) == 2
-
-
-@pytest.mark.parametrize("root", ["/", "/docker/a"])
-def test_v1_on_the_host_and_inside_a_container(tmp_path, root):
-    inside = "docker/a/" if root == "/" else ""
-    files = {
-        "proc/self/cgroup": V1_GROUPS,
-        "proc/self/mountinfo": V1.format(root=root),
-        f"sys/fs/cgroup/memory/{inside}memory.limit_in_bytes": "2147483648\n",
-        "sys/fs/cgroup/cpu,cpuacct/docker/a/cpu.cfs_quota_us": "100000\n",
-        "sys/fs/cgroup/cpu,cpuacct/docker/a/cpu.cfs_period_us": "100000\n",
-        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
-        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-    }
-    tree(tmp_path, files)
-    assert usable_memory(tmp_path) == min(2 * GB, PHYSICAL)
-    assert usable_cpus(tmp_path) == 1
-
-
-def test_odd_trees_limit_nothing(tmp_path):
-    files = {
-        "proc/self/cgroup": "0::/../../elsewhere\n",
-        "proc/self/mountinfo": V2,
-        "sys/fs/cgroup/memory.max": "what\n",
-        "sys/fs/cgroup/cpu.max": "0 0\n",
-    }
-    tree(tmp_path, files)
-    assert usable_memory(tmp_path) == usable_memory(tmp_path / "none")
-    assert usable_cpus(tmp_path) == CPUS
+def test_no_more_than_the_machine_has():
+    """Control groups are tested on made-up trees in tests/c/limits.c."""
+    assert 0 < usable_memory() <= PHYSICAL
+    assert 0 < usable_cpus() <= CPUS
 
 
 def test_rlimits_and_affinity_count():
