@@ -1,8 +1,12 @@
-/* CPUs and memory that a process may use, on made-up trees of /proc and /sys in the current folder. */
+/* CPUs and memory that a process may use, on made-up trees of /proc and /sys in a temporary folder. */
+#define _GNU_SOURCE
 #include <errno.h>
+#include <ftw.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include "internal.h"
 
@@ -34,12 +38,19 @@ static int same(const char *root, uint64_t cpus, uint64_t memory) {
   return 1;
 }
 
+static int drop(const char *path, const struct stat *st, int type, struct FTW *at) {
+  (void)st, (void)type, (void)at;
+  return remove(path);
+}
+
 static uint64_t least(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
 int main(void) {
 #if !defined(__linux__)
   return ds4_usable_cpus() > 0 && ds4_usable_memory() > 0 ? 0 : 1;
 #endif
+  char folder[] = "/tmp/ds4-limits-XXXXXX";
+  if (!mkdtemp(folder) || chdir(folder)) return perror(folder), 1;
   uint64_t cpus = ds4_cpus_under("limits-none"), memory = ds4_memory_under("limits-none");
   int wrong = !cpus || !memory || ds4_usable_cpus() > cpus || ds4_usable_memory() > memory;
 
@@ -78,5 +89,6 @@ int main(void) {
   put("limits-odd", "sys/fs/cgroup/a/cpu.max", "5 0\n");
   wrong |= same("limits-odd", cpus, memory);
   if (!wrong) printf("%llu CPUs, %llu bytes\n", (unsigned long long)ds4_usable_cpus(), (unsigned long long)ds4_usable_memory());
+  if (chdir("/") || nftw(folder, drop, 8, FTW_DEPTH | FTW_PHYS)) perror(folder);
   return wrong;
 }
