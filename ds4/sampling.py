@@ -353,7 +353,7 @@ class _Chooser:
 
     def choose(self, position: int) -> tuple[int, float]:
         last, mask = self._sampling.repeat_last, self._sampling.mask
-        history = self._log[0 if last < 0 else max(0, position - last) : position]
+        history = self._log[0 if last < 0 else max(0, position - last) : position] if len(self._log) else ()
         allowed = None
         if mask is not None:
             allowed = mask(tuple(self._sampled))
