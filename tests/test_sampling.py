@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ds4.core import ffi, lib
 from ds4.errors import ArgumentError, Ds4Error, NonFiniteError
-from ds4.sampling import Sampling, sample
+from ds4.sampling import SCRATCH, Sampling, sample
 
 INF, NAN = math.inf, math.nan
 EINVAL, ENONFINITE = 1, 18
@@ -221,6 +221,16 @@ def test_large_vocabulary(options):
         for position in range(3):
             s = Sampling(**{"temperature": 0.9, "seed": 11} | options)
             assert sample(x, s, history, position)[0] == expected(x, s, history, position)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_k": 40, "repetition": 1.2}, {"temperature": 0, "logit_bias": {3: 2.0}}])
+def test_memory_that_the_caller_lends_changes_nothing(options):
+    """Dirty memory, too little memory, and none."""
+    x, s = normal(5000, 3), Sampling(**{"temperature": 0.9, "seed": 4} | options)
+    scratch = np.full(SCRATCH * len(x), 0xAB, np.uint8)
+    for position in range(20):
+        found = {sample(x, s, [1, 2, 3], position, scratch=lent) for lent in (None, scratch, scratch[:64])}
+        assert len(found) == 1
 
 
 # ---- distribution ----
