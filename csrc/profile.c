@@ -285,8 +285,8 @@ void ds4_profile_call_end(ds4_profile *p) {
 static int start(ds4_engine *e, ds4_error *err) {
   ds4_profile *p = e->profile;
   if (!p) {
-    p = calloc(1, sizeof *p);
-    known *weights = calloc(e->n_tensors ? e->n_tensors : 1, sizeof *weights);
+    p = ds4_alloc(e, sizeof *p);
+    known *weights = p ? ds4_alloc(e, e->n_tensors * sizeof *weights) : NULL;
     if (!p || !weights) {
       free(p);
       free(weights);

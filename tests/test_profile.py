@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from oracle import BACKENDS, DATA, TOYS, assert_same, some_tokens
+from oracle import BACKENDS, DATA, NEEDS_TEST_BUILD, TEST_BUILD, TOYS, assert_same, some_tokens
 
 import ds4
 from ds4 import cli
-from ds4.errors import ArgumentError, Busy
+from ds4.errors import ArgumentError, Busy, SystemResourceError
 from ds4.profile import HEAD, ProfileEntry, table, tokens_of
 
 TOKENS = some_tokens(150)
@@ -148,6 +148,22 @@ def test_refused_during_a_call_and_for_what_it_does_not_know(profiled):
             session.eval([10**6])
         session.eval([3])
     assert tokens_of(engine.profile(), False) == 1
+
+
+@pytest.mark.skipif(not TEST_BUILD, reason=NEEDS_TEST_BUILD)
+def test_without_memory_nothing_changes(engine_of):
+    engine = engine_of()
+    for k in (1, 2):
+        engine.fault("alloc", k)
+        with pytest.raises(SystemResourceError, match="nothing has changed"):
+            engine.profile("start")
+    engine.fault("alloc", 0)
+    with engine.session() as session:
+        session.eval(TOKENS[:5])
+        assert engine.profile() == []
+        engine.profile("start")
+        session.eval([3])
+        assert tokens_of(engine.profile("stop"), False) == 1
 
 
 SCRIPT = """
