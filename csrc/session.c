@@ -46,9 +46,14 @@ typedef struct ds4_caller {
   pthread_t thread;
 } ds4_caller;
 
+/* The clock of the last tick where there is one: it is asked before every op and after every item of one, and is right within 10 ms. */
 static uint64_t now_ms(void) {
   struct timespec t;
+#if defined(CLOCK_MONOTONIC_COARSE)
+  clock_gettime(CLOCK_MONOTONIC_COARSE, &t);
+#else
   clock_gettime(CLOCK_MONOTONIC, &t);
+#endif
   return (uint64_t)t.tv_sec * 1000 + (uint64_t)t.tv_nsec / 1000000;
 }
 
@@ -110,7 +115,7 @@ static void room_give(ds4_engine *e, ds4_room *r) {
   e->spare_room = r;
 }
 
-#define PROGRESS_MS 40u
+#define PROGRESS_MS 36u /* with a tick of the clock and an item of work, 50 at most */
 
 /* Served between ops and inside long ones. The position inside a round is told by the layers that are done. */
 static int call_poll(void *user) {
