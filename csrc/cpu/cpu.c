@@ -19,8 +19,17 @@ static bool runs_here(const ds4_kernels *k) {
   if (k == &ds4_kernels_avx512)
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni");
+#elif defined(__aarch64__)
+  if (k == &ds4_kernels_neon) return true;
+  if (k == &ds4_kernels_neon_dot) return ds4_neon_has_dot();
 #endif
   return k == &ds4_kernels_scalar;
+}
+
+/* Does DS4_ISA ask for these? A family's name, neon, asks for its best. */
+static bool is_wanted(const char *wanted, const char *isa) {
+  size_t n = wanted ? strlen(wanted) : 0;
+  return !n || (!strncmp(isa, wanted, n) && (!isa[n] || isa[n] == '-'));
 }
 
 /* The best kernels that run here, or those that DS4_ISA names. */
@@ -28,13 +37,15 @@ static const ds4_kernels *choose_kernels(ds4_error *err) {
   static const ds4_kernels *const all[] = {
 #if defined(__x86_64__)
       &ds4_kernels_avx512, &ds4_kernels_avx2,
+#elif defined(__aarch64__)
+      &ds4_kernels_neon_dot, &ds4_kernels_neon,
 #endif
       &ds4_kernels_scalar};
   const char *wanted = getenv("DS4_ISA");
   for (size_t i = 0; i < sizeof all / sizeof *all; i++)
-    if (runs_here(all[i]) && (!wanted || !*wanted || !strcmp(wanted, all[i]->isa))) return all[i];
+    if (runs_here(all[i]) && is_wanted(wanted, all[i]->isa)) return all[i];
   ds4_fail(err, DS4_EUNSUPPORTED, 0, 0,
-           "DS4_ISA is '%.20s', which this build or this processor does not have; unset it, or use scalar, avx2 or avx512", wanted);
+           "DS4_ISA is '%.20s', which this build or this processor does not have; unset it, or use scalar, avx2, avx512 or neon", wanted);
   return NULL;
 }
 

@@ -103,6 +103,9 @@ static inline uint64_t ds4_sparse_scratch(const ds4_attend_sparse *a) {
 extern const ds4_kernels ds4_kernels_scalar;
 #if defined(__x86_64__)
 extern const ds4_kernels ds4_kernels_avx2, ds4_kernels_avx512;
+#elif defined(__aarch64__)
+extern const ds4_kernels ds4_kernels_neon, ds4_kernels_neon_dot;
+bool ds4_neon_has_dot(void);
 #endif
 
 #endif
