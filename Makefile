@@ -18,7 +18,7 @@ PY_SRC := $(sort $(shell find ds4 -name '*.py'))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build test test-fast fast-0 fast-1 bench demo lint format sanitize sanitize-quick asan-c tsan fuzz clean
+.PHONY: help build test test-fast test-neon fast-0 fast-1 bench demo lint format sanitize sanitize-quick asan-c tsan fuzz clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-17s %s\n", $$1, $$2}'
@@ -115,12 +115,12 @@ sanitize-quick: $(ASAN_LIB)/.made asan-c tsan ## the part of it that CI runs
 # Programs without Python: build/<sanitizer>-c/<name>. Full debug information would take minutes to compile with ASan, -g1 gives lines.
 C_FLAGS := -std=gnu11 -O1 -ffp-contract=off -fno-math-errno -pthread -Icsrc -DDS4_TEST
 define c_programs
-build/$(1)-c/%.o: %.c $$(C_HDR)
+build/$(1)-c/%.o: %.c $$(C_HDR) $$(wildcard tests/c/*.h)
 	@mkdir -p $$(@D)
 	@echo "$(1): $$<"
-	@$$(CC) $$(C_FLAGS) $(2) -c $$< -o $$@
+	@$(or $(3),$$(CC)) $$(C_FLAGS) $(2) -c $$< -o $$@
 build/$(1)-c/%: build/$(1)-c/tests/c/%.o $$(C_SRC:%.c=build/$(1)-c/%.o)
-	@$$(CC) $(2) -pthread $$^ -lm -o $$@
+	@$(or $(3),$$(CC)) $(2) -pthread $$^ -lm -o $$@
 endef
 $(eval $(call c_programs,asan,$(ASAN_FLAGS)))
 $(eval $(call c_programs,tsan,-g1 -fsanitize=thread))
@@ -131,6 +131,17 @@ NO_ASLR := $(shell setarch -R true 2>/dev/null && echo setarch -R)
 asan-c tsan:
 	@$(MAKE) --no-print-directory -j$(JOBS) $(C_TESTS:%=build/$(@:-c=)-c/%)
 	@for t in $(C_TESTS); do echo "$(@:-c=): $$t"; TSAN_OPTIONS=halt_on_error=1 $(NO_ASLR) build/$(@:-c=)-c/$$t || exit 1; done
+
+# The C programs for 64-bit ARM, run by qemu-user: on a processor that has everything, and the kernels also on one without dot products.
+ARM_CC ?= aarch64-linux-gnu-gcc
+ARM_QEMU ?= qemu-aarch64
+$(eval $(call c_programs,neon,-static,$(ARM_CC)))
+test-neon: ## cross-compile the core for 64-bit ARM and run the C programs under qemu-user
+	@for tool in $(ARM_CC) $(ARM_QEMU); do command -v $$tool >/dev/null || { echo "make test-neon needs $$tool, which was not found: install it" \
+	  "(Debian: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user), then try again" >&2; exit 1; }; done
+	@$(MAKE) --no-print-directory -j$(JOBS) $(C_TESTS:%=build/neon-c/%)
+	@for t in $(C_TESTS); do echo "neon: $$t"; $(ARM_QEMU) -cpu max build/neon-c/$$t || exit 1; done
+	@echo "neon: kernels on a Cortex-A57"; $(ARM_QEMU) -cpu cortex-a57 build/neon-c/kernels
 
 fuzz: build ## every target in fuzz/ for FUZZ_SECONDS (20)
 	@set -e; for f in $(filter-out fuzz/common.py,$(wildcard fuzz/*.py)); do echo "$$f"; DS4_CORE=test FUZZ_SECONDS=$(FUZZ_SECONDS) $(PY) $$f; done

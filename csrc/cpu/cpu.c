@@ -45,7 +45,8 @@ static const ds4_kernels *choose_kernels(ds4_error *err) {
   for (size_t i = 0; i < sizeof all / sizeof *all; i++)
     if (runs_here(all[i]) && is_wanted(wanted, all[i]->isa)) return all[i];
   ds4_fail(err, DS4_EUNSUPPORTED, 0, 0,
-           "DS4_ISA is '%.20s', which this build or this processor does not have; unset it, or use scalar, avx2, avx512 or neon", wanted);
+           "DS4_ISA is '%.20s', which this build or this processor does not have; unset it, or use ref, scalar, avx2, avx512 or neon",
+           wanted);
   return NULL;
 }
 

@@ -3,10 +3,20 @@
 
 #if defined(__x86_64__)
 #include <xmmintrin.h>
+#define float_mode() _mm_getcsr()
+#define set_float_mode(mode) _mm_setcsr(mode)
 #define ODD_MODE (0x1f80u | 0x8040u | 0x4000u) /* flush to zero, denormals are zero, round up */
+#elif defined(__aarch64__)
+static unsigned float_mode(void) {
+  uint64_t mode;
+  __asm__ volatile("mrs %0, fpcr" : "=r"(mode));
+  return (unsigned)mode;
+}
+static void set_float_mode(uint64_t mode) { __asm__ volatile("msr fpcr, %0" : : "r"(mode)); }
+#define ODD_MODE (1u << 24 | 1u << 22) /* flush to zero, round up */
 #else
-#define _mm_getcsr() 0u
-#define _mm_setcsr(mode) (void)(mode)
+#define float_mode() 0u
+#define set_float_mode(mode) (void)(mode)
 #define ODD_MODE 0u
 #endif
 
@@ -32,11 +42,11 @@ static void run(float *logits, float *score) {
 int main(void) {
   float plain[VOCAB], odd[VOCAB], plain_score[20], odd_score[20];
   run(plain, plain_score);
-  unsigned before = _mm_getcsr();
-  _mm_setcsr(ODD_MODE);
+  unsigned before = float_mode();
+  set_float_mode(ODD_MODE);
   run(odd, odd_score);
-  unsigned after = _mm_getcsr() & ~0x3fu; /* the flags that say what happened do not count */
-  _mm_setcsr(before);
+  unsigned after = float_mode() & ~0x3fu; /* the flags that say what happened do not count */
+  set_float_mode(before);
   if (after != (ODD_MODE & ~0x3fu)) return fprintf(stderr, "the mode of the host is %x, it was %x\n", after, ODD_MODE), 1;
   if (memcmp(plain, odd, sizeof plain) || memcmp(plain_score, odd_score, sizeof odd_score)) return fprintf(stderr, "other bits\n"), 1;
   printf("the same bits, and the host's mode is as it was\n");
