@@ -18,7 +18,7 @@ PY_SRC := $(sort $(shell find ds4 -name '*.py'))
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help build test test-fast test-neon fast-0 fast-1 bench demo lint format sanitize sanitize-quick asan-c tsan fuzz clean
+.PHONY: help build test test-fast test-isa test-neon fast-0 fast-1 bench demo lint format sanitize sanitize-quick asan-c tsan fuzz clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' $(firstword $(MAKEFILE_LIST)) | awk -F'|' '{printf "%-17s %s\n", $$1, $$2}'
@@ -64,6 +64,13 @@ test: build ## set up and run the whole test suite
 
 test-fast: build ## the suite without its slow tests, in two halves side by side (under 90 s on 2 cores)
 	@$(MAKE) --no-print-directory -j2 --output-sync=target fast-0 fast-1
+
+# The contract with each kernel table that this processor has, ref included.
+HAS_ISA := from ds4.core import ffi, lib; raise SystemExit(lib.ds4_engine_new(b"llama", b"cpu", 1, ffi.new("ds4_engine **"), ffi.NULL))
+test-isa: build ## the contract's tests with every kernel table of this processor forced in turn
+	@set -e; for isa in ref scalar avx2 avx512 neon-plain neon-dot; do export DS4_ISA=$$isa DS4_CORE=test; \
+	  if ! $(PY) -c '$(HAS_ISA)'; then echo "$$isa: not on this processor"; continue; fi; \
+	  echo "$$isa:"; $(PY) -m pytest $(PYTEST_ARGS) tests/test_tiny.py tests/test_contract.py tests/test_chunks.py; done
 
 fast-0 fast-1:
 	DS4_CORE=test $(PY) -m pytest -p no:cacheprovider -m 'not slow' $(PYTEST_ARGS) $$(ls tests/test_*.py | awk 'NR % 2 == $(@:fast-%=%)')
@@ -135,7 +142,7 @@ asan-c tsan:
 # The C programs for 64-bit ARM, run by qemu-user: on a processor that has everything, and the kernels also on one without dot products.
 ARM_CC ?= aarch64-linux-gnu-gcc
 ARM_QEMU ?= qemu-aarch64
-$(eval $(call c_programs,neon,-static,$(ARM_CC)))
+$(eval $(call c_programs,neon,-static -Wall -Wextra -Werror,$(ARM_CC)))
 test-neon: ## cross-compile the core for 64-bit ARM and run the C programs under qemu-user
 	@for tool in $(ARM_CC) $(ARM_QEMU); do command -v $$tool >/dev/null || { echo "make test-neon needs $$tool, which was not found: install it" \
 	  "(Debian: apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user), then try again" >&2; exit 1; }; done

@@ -28,6 +28,7 @@ TOYS: dict[str, dict[str, float]] = {
 OTHERS = ("gemma3", "qwen3_moe", "deepseek_v4")
 WINDOWED = [toy for toy in TOYS if toy not in ("plain", "qwen3_moe")]
 BACKENDS = ("ref", "cpu")
+ISAS = ("scalar", "avx2", "avx512", "neon-plain", "neon-dot")  # kernels that DS4_ISA can force, where they run
 KV_DTYPES = ("f32", "f16", "q8_0")
 PAGE = 64
 TEST_BUILD = bool(lib.ds4_test_build())

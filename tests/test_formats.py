@@ -3,6 +3,7 @@
 import gguf
 import numpy as np
 import pytest
+from oracle import ISAS
 
 from ds4.core import check, ffi, lib
 from ds4.errors import ArgumentError, NonFiniteError, UnsupportedError
@@ -18,7 +19,6 @@ MINIMUM = ("Q4_1", "Q5_1", "Q2_K", "Q4_K", "Q5_K")
 INTEGER_SCALES = {
     "Q2_K": slice(0, 16), "Q3_K": slice(96, 108), "Q4_K": slice(4, 16), "Q5_K": slice(4, 16), "Q6_K": slice(192, 208)
 }  # fmt: skip
-ISAS = ("scalar", "avx2", "avx512")
 DIM, VOCAB = 512, 72  # 72 rows: the last group of 16 is not full
 
 

@@ -12,9 +12,10 @@ import sys
 
 import numpy as np
 import pytest
-from oracle import DATA, KV_DTYPES, TEST_BUILD, TOYS, make_engine, some_tokens
+from oracle import DATA, ISAS, KV_DTYPES, TEST_BUILD, TOYS, make_engine, some_tokens
 
 import ds4
+from ds4.errors import UnsupportedError
 
 GOLDEN = DATA / "golden.json"
 N = 700  # over a page, a split of 512 keys and the toy windows
@@ -47,6 +48,21 @@ def test_bits_are_those_of_this_numerics_number(model: str, toy: str, kv: str, e
     assert hashes(engine) == golden[case_name(model, toy, kv)], (
         "a bit has changed: if that is meant, raise DS4_NUMERICS in csrc/internal.h and write the hashes again"
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ("ref", *ISAS))
+def test_every_kernel_gives_these_bits(isa: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    golden = json.loads(GOLDEN.read_text(encoding="utf-8"))
+    monkeypatch.setenv("DS4_ISA", isa)
+    for model, toy, kv in CASES:
+        try:
+            engine = make_engine(model, toy, kv_dtype=kv, threads=2)
+        except UnsupportedError as error:
+            pytest.skip(f"this processor lacks {isa}: {error}")
+        with engine:
+            assert isa == (engine.backend if isa == "ref" else engine.isa)
+            assert hashes(engine) == golden[case_name(model, toy, kv)], f"{isa}, {case_name(model, toy, kv)}"
 
 
 def test_hashes_notice_one_bit(engine_of) -> None:

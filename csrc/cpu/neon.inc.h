@@ -95,9 +95,9 @@ static inline int32x4_t bytes_4(const uint8_t *p) {
 #define VB_LOOKUP(table, v) (vb) vqtbl1q_u8((uint8x16_t)(table), (uint8x16_t)(v))
 #include "decode.inc.h"
 
-/* 32 registers: a float tile of 5 tokens has 20 sums, an attention tile of 4 rows 16. */
-#define FP4_PIECES 4
-#define FLOAT_TILE 5
+/* 32 registers: a float tile of 4 tokens and an attention tile of 4 rows have 16 of them as sums, which hides the latency of an FMA. */
+#define FP4_PIECES 2
+#define FLOAT_TILE 4
 #define ROW_TILE 4
 #define SCORE_PIECES 4
 #define WIDE 1
