@@ -31,9 +31,7 @@ static inline v16 v_sub(v16 x, v16 y) { return EACH2(vsubq_f32, x, y); }
 static inline v16 v_mul(v16 x, v16 y) { return EACH2(vmulq_f32, x, y); }
 static inline v16 v_div(v16 x, v16 y) { return EACH2(vdivq_f32, x, y); }
 static inline v16 v_fma(v16 x, v16 y, v16 z) { return EACH3(vfmaq_f32, z, x, y); }
-/* x > y ? x : y; the instruction for a maximum gives NaN where one side is */
-static inline float32x4_t max_4(float32x4_t x, float32x4_t y) { return vbslq_f32(vcgtq_f32(x, y), x, y); }
-static inline v16 v_max(v16 x, v16 y) { return EACH2(max_4, x, y); }
+static inline v16 v_max(v16 x, v16 y) { return EACH2(vmaxq_f32, x, y); }
 static inline float32x4_t f16_4(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 static inline v16 v_f16(const uint16_t *p) { return (v16){f16_4(p), f16_4(p + 4), f16_4(p + 8), f16_4(p + 12)}; }
 static inline float32x4_t bf16_4(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
