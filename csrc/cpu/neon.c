@@ -7,7 +7,7 @@
 #include <sys/sysctl.h>
 #endif
 
-#define NEON_LEVEL 0
+#define NEON_DOT 0
 #include "neon.inc.h"
 
 const ds4_kernels ds4_kernels_neon = NEON_TABLE("neon-plain");

@@ -1,5 +1,9 @@
-/* The kernels for NEON: a vector of 16 is four registers. Included by neon.c, neon_dot.c and neon_i8mm.c, which differ in NEON_LEVEL: what products of
- * int8 are made of. Integer sums are exact, so the bits are the same. */
+/* The kernels for NEON: a vector of 16 is four registers. Included by neon.c and neon_dot.c, which differ in NEON_DOT: what products of int8 are made
+ * of. Integer sums are exact, so the bits are the same.
+ *
+ * The matrix instructions of i8mm have no file. USDOT gives nothing, as codes have at most 7 bits and wide formats are signed. SMMLA halves the 64
+ * products of 4 rows x 32 weights x 8 tokens, but with tokens and rows laid out one after the other its operands take 16 + 8 instructions to put
+ * together and its results 8 to take apart. */
 #include <arm_neon.h>
 
 #include "kernels.h"
@@ -104,7 +108,7 @@ INLINE vq q_fma(vq a, vq b, vq c) { return (vq)vfmaq_f32((float32x4_t)c, (float3
 INLINE vq q_f16(const uint8_t *p) { return (vq)vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(p))); }
 
 /* The sums of four rows, from a start on: `dots_half` adds 16 weights of each row times 16 activations. */
-#if NEON_LEVEL == 0
+#if !NEON_DOT
 
 #define DOT_TILE 4
 typedef struct dots { /* two lanes a row */

@@ -8,7 +8,7 @@
 #pragma GCC target("arch=armv8.2-a+dotprod")
 #endif
 
-#define NEON_LEVEL 1
+#define NEON_DOT 1
 #include "neon.inc.h"
 
 const ds4_kernels ds4_kernels_neon_dot = NEON_TABLE("neon-dot");

@@ -7,7 +7,7 @@
 #include "formats.h"
 #include "internal.h"
 
-static const char *const isas[] = {"scalar", "avx2", "avx512", "neon-plain", "neon-dot", "neon-i8mm"};
+static const char *const isas[] = {"scalar", "avx2", "avx512", "neon-plain", "neon-dot"};
 
 typedef struct table {
   char isa[16];
