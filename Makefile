@@ -70,7 +70,7 @@ HAS_ISA := from ds4.core import ffi, lib; raise SystemExit(lib.ds4_engine_new(b"
 test-isa: build ## the contract's tests with every kernel table of this processor forced in turn
 	@set -e; for isa in ref scalar avx2 avx512 neon-plain neon-dot; do export DS4_ISA=$$isa DS4_CORE=test; \
 	  if ! $(PY) -c '$(HAS_ISA)'; then echo "$$isa: not on this processor"; continue; fi; \
-	  echo "$$isa:"; $(PY) -m pytest $(PYTEST_ARGS) tests/test_tiny.py tests/test_contract.py tests/test_chunks.py; done
+	  echo "$$isa:"; $(PY) -m pytest -m 'not slow' $(PYTEST_ARGS) $(patsubst %,tests/test_%.py,tiny contract chunks); done
 
 fast-0 fast-1:
 	DS4_CORE=test $(PY) -m pytest -p no:cacheprovider -m 'not slow' $(PYTEST_ARGS) $$(ls tests/test_*.py | awk 'NR % 2 == $(@:fast-%=%)')
