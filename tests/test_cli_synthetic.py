@@ -13,7 +13,7 @@ import pytest
 
 import ds4
 from ds4 import cli, models
-from ds4.cli import speed, synthetic
+from ds4.cli import roofs, speed, synthetic
 from ds4.errors import SystemResourceError
 from ds4.families import deepseek_v4
 from ds4.families.options import Options
@@ -23,7 +23,7 @@ from ds4.plan import make_plan
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """Less to measure, temporary files in a folder of the test."""
-    monkeypatch.setattr(speed, "READ", 1 << 26)
+    monkeypatch.setattr(roofs, "READ", 1 << 26)
     monkeypatch.setattr(speed, "PREFILLS", (16, 40))
     monkeypatch.setitem(speed.COMPARED, "v4-tiny", 140)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -7,18 +7,18 @@ longer.
 
 from __future__ import annotations
 
-import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ds4.cli import roofs as roofs_of
+from ds4.cli.roofs import Roofs, measure_roofs
 from ds4.cli.scenario import time_text
 from ds4.cli.synthetic import Kind, Writer, kinds, kinds_that_fit
 from ds4.errors import Ds4Error
@@ -33,19 +33,6 @@ if TYPE_CHECKING:
 PREFILLS = (128, 512)  # no more than the engine computes in one pass
 STEPS = 8  # tokens that are decoded one by one; the median counts
 COMPARED = {"v4-tiny": 300, "v4-layer": 5}  # tokens whose logits are compared
-READ = 1 << 30  # bytes that are read to measure memory
-_PART = 1 << 25
-_PASSES = 4
-_SQUARE, _PRODUCTS = 1024, 6
-
-
-@dataclass(frozen=True)
-class Roofs:
-    """What the machine can do: bytes read and float32 multiply-adds, each a second."""
-
-    threads: int
-    read: float
-    macs: float
 
 
 @dataclass(frozen=True)
@@ -66,32 +53,6 @@ class Speed:
     of_read: float
     of_roofline: float
     compared_tokens: int
-
-
-# ---- the machine
-
-
-def measure_roofs(threads: int, out: Output) -> Roofs:
-    """The best of a few passes: `threads` threads read a gigabyte that no cache holds (numpy's maximum of bytes); a
-    product of float32 matrices by numpy, whose library uses all CPUs."""
-    memory = np.ones(READ, np.uint8)
-    parts = [memory[i : i + _PART] for i in range(0, READ, _PART)]
-    steps, read = 0, 0.0
-    with out.progress("reading memory, multiplying", "steps", phase="roofs") as report:
-        with ThreadPoolExecutor(threads) as pool:
-            for _ in range(_PASSES):
-                start = time.perf_counter()
-                for _ in pool.map(np.max, parts):
-                    steps += 1
-                    report(steps, _PASSES * len(parts) + _PRODUCTS)
-                read = max(read, READ / (time.perf_counter() - start))
-        macs, square = 0.0, np.ones((_SQUARE, _SQUARE), np.float32)
-        for i in range(_PRODUCTS):
-            start = time.perf_counter()
-            square @ square
-            macs = max(macs, _SQUARE**3 / (time.perf_counter() - start))
-            report(steps + i + 1, steps + _PRODUCTS)
-    return Roofs(threads, read, macs * min(1.0, threads / usable_cpus()))
 
 
 # ---- the work
@@ -169,10 +130,10 @@ class Bench:
         return [
             f"{what}, vocabulary {s.vocab}, rows as {self.kv_dtype}, {self.threads} threads, {self.isa}",
             f"compared: the logits of the first {self.compared} tokens of each, cpu and ref, bit for bit",
-            f"bandwidth: {size_text(roofs.read)}/s, {roofs.threads} threads reading {size_text(READ)} (numpy's maximum "
-            f"of bytes, best of {_PASSES}); multiply-adds: {roofs.macs / 1e9:.3g} G/s (numpy's float32 product)",
+            f"bandwidth: {size_text(roofs.read)}/s, {roofs.threads} threads reading {size_text(roofs_of.READ)} (numpy's maximum "
+            f"of bytes, best of {roofs_of.PASSES}); multiply-adds: {roofs.macs / 1e9:.3g} G/s (numpy's float32 product)",
             "read: weights as stored, of the experts those expected to be chosen, and the rows of the last token",
-            *_busy(),
+            *roofs_of.busy(),
         ]
 
     def _engine(self, path: Path, backend: str) -> Engine:
@@ -233,14 +194,6 @@ class Bench:
         )  # fmt: skip
         self.out.event("figure", **asdict(speed), bit_exact=True)
         return speed
-
-
-def _busy() -> list[str]:
-    """A sentence when others compute on this machine, too."""
-    load, cpus = os.getloadavg()[0], usable_cpus()
-    if load < 1.5 * cpus:
-        return []
-    return [f"this machine is busy (load {load:.1f} on {cpus} CPUs): alone it would be faster"]
 
 
 def _timed(session: Session, tokens: Any, report: Callable[[int, int], object] | None = None) -> float:
