@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ds4.memory import usable_cpus
+from ds4.memory import size_text, usable_cpus
 
 if TYPE_CHECKING:
     from ds4.cli.output import Output
@@ -54,6 +54,14 @@ def measure_roofs(threads: int, out: Output) -> Roofs:
             macs = max(macs, _SQUARE**3 / (time.perf_counter() - start))
             report(steps + i + 1, steps + _PRODUCTS)
     return Roofs(threads, read, macs * min(1.0, threads / usable_cpus()))
+
+
+def roofs_text(roofs: Roofs) -> str:
+    """How the roofs were measured, and what was found."""
+    return (
+        f"bandwidth: {size_text(roofs.read)}/s, {roofs.threads} threads reading {size_text(READ)} (numpy's maximum "
+        f"of bytes, best of {PASSES}); multiply-adds: {roofs.macs / 1e9:.3g} G/s (numpy's float32 product)"
+    )
 
 
 def write_durably(path: Path, data: bytes) -> None:

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ds4.cli import roofs as roofs_of
-from ds4.cli.roofs import Roofs, measure_roofs
+from ds4.cli.roofs import Roofs, busy, measure_roofs, roofs_text
 from ds4.cli.scenario import time_text
 from ds4.cli.synthetic import Kind, Writer, kinds, kinds_that_fit
 from ds4.errors import Ds4Error
@@ -130,10 +129,9 @@ class Bench:
         return [
             f"{what}, vocabulary {s.vocab}, rows as {self.kv_dtype}, {self.threads} threads, {self.isa}",
             f"compared: the logits of the first {self.compared} tokens of each, cpu and ref, bit for bit",
-            f"bandwidth: {size_text(roofs.read)}/s, {roofs.threads} threads reading {size_text(roofs_of.READ)} (numpy's maximum "
-            f"of bytes, best of {roofs_of.PASSES}); multiply-adds: {roofs.macs / 1e9:.3g} G/s (numpy's float32 product)",
+            roofs_text(roofs),
             "read: weights as stored, of the experts those expected to be chosen, and the rows of the last token",
-            *roofs_of.busy(),
+            *busy(),
         ]
 
     def _engine(self, path: Path, backend: str) -> Engine:
