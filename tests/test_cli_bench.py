@@ -39,7 +39,6 @@ def test_a_table_in_three_forms():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["bench"], "required: WHAT"),
         (["bench", "compaction", "--ctx", "1024"], "1024 is not between 2048"),
         (["bench", "compaction", "--ctx", "4096,x"], "'x' is not a whole number"),
         (["bench", "moves", "--tokens", "8"], "8 is not between 64"),

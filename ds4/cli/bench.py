@@ -116,7 +116,6 @@ def _numbers(least: int) -> Callable[[str], tuple[int, ...]]:
 def suite(args: argparse.Namespace, out: Output) -> None:
     from ds4.cli import bench_models, bench_peer, bench_report
     from ds4.cli.bench_suite import Suite
-    from ds4.cli.roofs import busy
 
     for kind in args.synthetic:
         bench_models.parse(kind)
@@ -133,13 +132,11 @@ def suite(args: argparse.Namespace, out: Output) -> None:
         out.line(bench_report.where_text(where))
         for model in bench_report.models_of(figures):
             out.line(f"\n{model}\n")
-            out.line(aligned(bench_report.table(figures, model)))
+            out.line(aligned(bench_report.table(figures, model), left=2))
     if args.plot is not None:
         bench_report.plot(args.plot, figures, bench_report.where_text(where))
         out.note(f"the plot is in {args.plot}")
     out.note("the next logits after every run were those of a fresh prefill in other chunks, bit for bit")
-    for note in busy():
-        out.note(note)
 
 
 # ---- moves

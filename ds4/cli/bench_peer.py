@@ -82,6 +82,8 @@ class Peer:
         if not line:
             raise Ds4Error(f"{self.name} has ended by itself: {self._last_words()}")
         process.send_signal(signal.SIGSTOP)
+        if hasattr(os, "waitid"):  # it has stopped, or ended, before this goes on
+            os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise Ds4Error(f"{self.name}: {answer['error']}")

@@ -24,9 +24,10 @@ _SUFFIXES = (".png", ".svg", ".pdf")
 def where_text(where: Machine) -> str:
     """One line for people: the machine and what it can do."""
     peers = "".join(f", {name} {version}" for name, version in where.peers.items())
+    load = f"; load {where.load:.1f} before it began" if where.load >= 1 else ""
     return (
         f"{where.machine}; {where.isa}, {where.threads} threads, rows as {where.kv_dtype}{peers}; reads "
-        f"{size_text(where.read)}/s, {where.macs / 1e9:.3g} G multiply-adds/s (float32, numpy)"
+        f"{size_text(where.read)}/s, {where.macs / 1e9:.3g} G multiply-adds/s (float32, numpy){load}"
     )
 
 
@@ -59,13 +60,14 @@ def table(figures: Sequence[Figure], model: str) -> list[list[str]]:
     """A row for each test of a model, and two columns for each peer."""
     found = {(figure.test, figure.engine): figure for figure in figures if figure.model == model}
     peers = peers_of(list(found.values()))
-    head = ["test", "ds4", "min .. max", "of roofline", "", *(c for peer in peers for c in (peer, f"ds4 / {peer}"))]
+    head = ["test", "what", "ds4", "min .. max", "of roofline"]
+    head += [column for peer in peers for column in (peer, f"ds4 / {peer}")]
     rows = []
     for (test, engine), figure in found.items():
         if engine != OURS:
             continue
         share = "" if figure.of_roofline is None else f"{figure.of_roofline:.0%}"
-        row = [test, speed_text(figure), spread_text(figure), share, figure.detail]
+        row = [test, figure.detail, speed_text(figure), spread_text(figure), share]
         for peer in peers:
             theirs = found.get((test, peer))
             row += ["", ""] if theirs is None else [speed_text(theirs), f"{theirs.ratio:.2f}"]

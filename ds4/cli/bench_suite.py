@@ -61,7 +61,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where the figures were measured."""
+    """Where the figures were measured. load: of the machine, before anything was measured."""
 
     machine: str
     isa: str
@@ -69,6 +69,7 @@ class Machine:
     kv_dtype: str
     read: float
     macs: float
+    load: float
     peers: dict[str, str]
 
 
@@ -107,6 +108,12 @@ class Suite:
             raise UsageError(f"{moves[0]} needs a context to work on: give -d a depth above 0")
         self.length = bench_tests.length_of(self.depths, self.names, args.p, args.n)
         self.threads = args.threads or usable_cpus()
+        self.load = os.getloadavg()[0]
+        if self.load > usable_cpus() / 2:
+            out.note(
+                f"others compute on this machine (load {self.load:.1f} on {usable_cpus()} CPUs): figures will be low, "
+                "and those of engines whose threads spin lowest; measure on a quiet one"
+            )
 
     def measure(self) -> tuple[Machine, list[Figure]]:
         found: list[Figure] = []
@@ -167,7 +174,7 @@ class Suite:
                 peer.open(path, timeline.tokens.tolist(), engine.threads, len(timeline.tokens), engine.kv_dtype)
             self.where = Machine(
                 machine(), engine.isa, engine.threads, engine.kv_dtype, self.roofs.read, self.roofs.macs,
-                {peer.name: peer.version for peer in peers},
+                self.load, {peer.name: peer.version for peer in peers},
             )  # fmt: skip
             self.out.event("machine", **asdict(self.where))
             return [figure for test in tests for figure in self._time(name, test, peers)]

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 OTHER_CHUNK = 160  # of the fresh prefills; the timed ones have the default of 512
 SESSIONS = 8
 BATCH_STEPS = 16
-GENERATED = 32
+STEPS = 32  # in which Python is measured
 SEVERAL = 20  # runs of what takes microseconds
 EDITS = (25, 50, 90)
 MARGIN = 64  # tokens behind the longest test, for what follows it
@@ -553,10 +553,14 @@ def core_clock() -> Iterator[_CoreClock]:
 
 
 class Overhead(Test):
-    """What Python costs for each token of `generate`: the time of a step minus the time inside the core. A run is the
-    median of its steps."""
+    """What Python costs for each token: the time of a step minus the time inside the core, in one `eval` of a token. A
+    run is the median of its steps."""
 
-    kind = "python/token"
+    kind = "python/eval"
+
+    def __init__(self, timeline: Timeline, depth: int, size: int = 0) -> None:
+        super().__init__(timeline, depth, size)
+        self.logits: bytes | None = None
 
     @property
     def place(self) -> int:
@@ -564,29 +568,38 @@ class Overhead(Test):
 
     @property
     def end(self) -> int:
-        return self.place + GENERATED
+        return self.place + STEPS
 
     def positions(self) -> list[int]:
         return []
 
-    logits: bytes | None = None
+    def steps(self, s: Session) -> Iterator[object]:
+        for one in self.timeline.tokens[self.place : self.end].tolist():
+            yield s.eval([one])
 
     def run(self) -> float:
-        steps, inside = [], []
+        python, inside = [], []
         with self.timeline.at(self.place).fork() as s, core_clock() as clock:
-            options = sampling.Sampling(seed=1)
-            generation = s.generate(options, max_tokens=GENERATED, stop_ids=())
-            for _ in range(GENERATED):
+            steps = self.steps(s)
+            for _ in range(STEPS):
                 clock.seconds, start = 0.0, time.perf_counter()
-                next(generation)
-                steps.append(time.perf_counter() - start)
+                next(steps)
+                python.append(time.perf_counter() - start - clock.seconds)
                 inside.append(clock.seconds)
             if self.logits is None:
                 self.logits = self.timeline.fresh(np.asarray(s.tokens, np.int32))
             same(self.name, s, self.end, self.logits)
-        core_time = statistics.median(inside)
-        self.detail = f"inside the core {time_text(core_time)}"
-        return statistics.median(step - part for step, part in zip(steps, inside, strict=True))
+        self.detail = f"beside {time_text(statistics.median(inside))} inside the core"
+        return statistics.median(python)
+
+
+class Generation(Overhead):
+    """The same of `generate`: sampling, text and stops too."""
+
+    kind = "python/generate"
+
+    def steps(self, s: Session) -> Iterator[object]:
+        return s.generate(sampling.Sampling(seed=1), max_tokens=STEPS, stop_ids=())
 
 
 MOVES: dict[str, tuple[type[Test], ...]] = {
@@ -610,12 +623,12 @@ def tests_at(timeline: Timeline, depth: int, names: Sequence[str], pp: Sequence[
     if "batch" in names:
         found.append(Batch(timeline, depth))
     if "overhead" in names:
-        found.append(Overhead(timeline, depth))
+        found += [Overhead(timeline, depth), Generation(timeline, depth)]
     return found
 
 
 def length_of(depths: Sequence[int], names: Sequence[str], pp: Sequence[int], tg: Sequence[int]) -> int:
     """Positions that the tests need."""
     behind = [1, *(pp if "pp" in names else ()), *(tg if "tg" in names else ())]
-    behind += [BATCH_STEPS + 1] * ("batch" in names) + [GENERATED + 1] * ("overhead" in names)
+    behind += [BATCH_STEPS + 1] * ("batch" in names) + [STEPS + 1] * ("overhead" in names)
     return max(depths) + max(behind)
