@@ -75,8 +75,10 @@ test-isa: build ## the contract's tests with every kernel table of this processo
 fast-0 fast-1:
 	DS4_CORE=test $(PY) -m pytest -p no:cacheprovider -m 'not slow' $(PYTEST_ARGS) $$(ls tests/test_*.py | awk 'NR % 2 == $(@:fast-%=%)')
 
-bench: build $(if $(PEERS),$(VENV)/.bench) ## measure; PEERS=1 also installs and measures other engines
-	$(PY) -m pytest $(PYTEST_ARGS) benchmarks
+bench: build $(if $(PEERS),$(VENV)/.bench) ## measure, into build/bench.json; PEERS=1 also installs and measures other engines
+	@mkdir -p build
+	$(PY) -m pytest --benchmark-json=build/bench.json $(PYTEST_ARGS) benchmarks
+	$(if $(PEERS),$(VENV)/bin/ds4 bench --vs llama.cpp --vs ik_llama.cpp --plot build/bench.png)
 
 demo: $(RUN) build/.core ## set up, fetch SmolLM2-135M-Instruct, and see a long conversation compact itself
 	$(VENV)/bin/ds4 demo
