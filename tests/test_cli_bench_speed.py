@@ -216,7 +216,7 @@ WRONG = [
 @pytest.mark.parametrize(("test", "cls", "name", "wrong", "said"), WRONG, ids=[case[0] for case in WRONG])
 def test_nothing_is_timed_when_an_operation_is_wrong(capsys, quick, model, monkeypatch, test, cls, name, wrong, said):
     monkeypatch.setattr(cls, name, wrong)
-    assert bench(model, "--tests", f"overhead,{test}", "--json") == 1
+    assert bench(model, "--tests", test, "--json") == 1
     events = events_of(capsys)
     assert not [event for event in events if event["type"] == "figure"]
     assert events[-1]["message"].startswith(said) and "no figure is printed" in events[-1]["message"]
