@@ -37,13 +37,15 @@ def llama_decode(context, batch):
 def llama_get_logits_ith(context, i): return [2.0, 1.0, 0.0]
 def llama_memory_seq_rm(memory, seq, begin, end):
     note(f"truncate to {{begin}} in {{memory}}")
-    return True
+    return {removes}
 """
 
 
-def install(folder: Path, begin: str = "pass", context: str = "options.flash_attn_type", status: int = 0) -> Path:
-    """Writes the package `llama_cpp` into a folder. Returns the file that its calls go into."""
+def install(folder: Path, **changes: object) -> Path:
+    """Writes the package `llama_cpp` into a folder. Returns the file that its calls go into. `changes`: expressions
+    that some of its functions return instead."""
     log = folder / "calls"
-    text = PACKAGE.format(log=str(log), begin=begin, context=context, status=status)
+    usual = {"begin": "pass", "context": "options.flash_attn_type", "status": 0, "removes": "True"}
+    text = PACKAGE.format(log=str(log), **(usual | changes))
     (folder / "llama_cpp.py").write_text(text, encoding="utf-8")
     return log

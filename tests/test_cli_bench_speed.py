@@ -337,6 +337,15 @@ def test_a_peer_that_fails(capsys, quick, model, fake, options, message):
     assert not list(quick.iterdir())
 
 
+def test_a_peer_that_cannot_truncate_is_measured_all_the_same(capsys, quick, model, fake):
+    fake(removes="begin == 0")
+    assert bench(model, "--tests", "tg,truncate", "--vs", "llama.cpp", "--output", "csv") == 0
+    out, notes = capsys.readouterr()
+    rows = [(row["test"], row["engine"]) for row in csv.DictReader(io.StringIO(out))]
+    assert ("tg4 @ d70", "llama.cpp") in rows and ("truncate @ d70", "llama.cpp") not in rows
+    assert "truncate @ d70: llama.cpp: it does not go back from 70 to 35" in notes
+
+
 def test_a_setting_that_the_peer_refuses_is_left_out(quick, fake):
     fake(context="options.flash_attn_type or None")
     with Peer("llama.cpp") as peer:
@@ -363,10 +372,12 @@ def test_a_real_peer_reads_the_same_file(tmp_path, name, format):
             assert peer.run("tg", 8, 32, setting)[1] == int(session.logits.argmax())
 
 
-def test_a_folder_is_no_file_for_peers(capsys, quick, fake, tmp_path):
+def test_what_peers_cannot_read(capsys, quick, model, fake, tmp_path):
     fake()
     assert cli.main(["bench", "-m", str(small_chat_model(tmp_path / "chat")), "--vs", "llama.cpp"]) == 2
-    assert "on one GGUF file" in capsys.readouterr().err
+    assert cli.main(["bench", "-m", str(model), "--vs", "llama.cpp", "--kv-dtype", "fp8"]) == 2
+    err = capsys.readouterr().err
+    assert "on one GGUF file" in err and "fp8 is DeepSeek V4's" in err
 
 
 # ---- models of random weights

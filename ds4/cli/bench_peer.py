@@ -22,6 +22,10 @@ _WORKER = Path(__file__).with_name("bench_worker.py")
 _TAIL = 300
 
 
+class Refused(Ds4Error):
+    """The peer has no way to do what a test asks for."""
+
+
 def require(name: str) -> None:
     """Raises UnsupportedError when the peer's package is not installed."""
     module, package = PACKAGES[name]
@@ -67,8 +71,10 @@ class Peer:
         self.version, self.settings = answer["version"], answer["settings"]
 
     def run(self, test: str, size: int, depth: int, setting: int) -> tuple[float, int | None]:
-        """(seconds, the most likely next token where the test computes one)."""
+        """(seconds, the most likely next token where the test computes one). Raises Refused."""
         answer = self._ask(do="run", test=test, size=size, depth=depth, setting=setting)
+        if "refused" in answer:
+            raise Refused(f"{self.name}: {answer['refused']}")
         return answer["seconds"], answer.get("top")
 
     def _ask(self, **request: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ds4 import models
 from ds4.cli import bench_models, bench_tests
 from ds4.cli.bench_peer import TESTS as PEER_TESTS
-from ds4.cli.bench_peer import Peer
+from ds4.cli.bench_peer import Peer, Refused
 from ds4.cli.bench_tests import SEVERAL, Decode, FirstEval, Resync, Test, Timeline
 from ds4.cli.bench_work import work_of
 from ds4.cli.options import UsageError
@@ -118,15 +118,16 @@ class Suite:
     def measure(self) -> tuple[Machine, list[Figure]]:
         found: list[Figure] = []
         with tempfile.TemporaryDirectory(prefix="ds4-bench-") as folder:
-            named = [(name, self._path(name)) for name in self._names()]
+            wanted = [(name, name) for name in self._names()]
             for kind in self.args.synthetic:
                 with self.out.progress("writing random weights", "bytes", phase="weights") as report:
-                    named.append((kind, bench_models.write(Path(folder), kind, report)))
-            self._check_peers(named)
+                    wanted.append((kind, os.fspath(bench_models.write(Path(folder), kind, report))))
+            for name, model in wanted:
+                self._check(name, model)
             self.roofs = measure_roofs(self.threads, self.out)
-            for name, path in named:
+            for name, model in wanted:
                 try:
-                    found += self._model(name, path)
+                    found += self._model(name, model)
                 finally:
                     self.status.clear()
         return self.where, found
@@ -139,23 +140,22 @@ class Suite:
             return list(self.args.models)
         return [MODEL]
 
-    def _path(self, name: str) -> Path:
-        if name in models.names() and not models.load(name).present:
-            fetch(name, self.out)
-        return models.resolve(name)
+    def _check(self, name: str, model: str) -> None:
+        """Fetches a known model that is not here. Raises UsageError when a peer cannot read what we can."""
+        if model in models.names() and not models.load(model).present:
+            fetch(model, self.out)
+        if self.args.vs and models.resolve(model).is_dir():
+            raise UsageError(f"--vs compares engines on one GGUF file, and {name} is a folder")
+        if self.args.vs and self.args.kv_dtype == "fp8":
+            raise UsageError("--vs compares engines with rows of f32, f16 or q8_0; fp8 is DeepSeek V4's")
 
-    def _check_peers(self, named: Sequence[tuple[str, Path]]) -> None:
-        for name, path in named:
-            if self.args.vs and path.is_dir():
-                raise UsageError(f"--vs compares engines on one GGUF file, and {name} is a folder")
-
-    def _model(self, name: str, path: Path) -> list[Figure]:
+    def _model(self, name: str, model: str) -> list[Figure]:
         from ds4.engine import Engine
 
         options = {"kv_dtype": self.args.kv_dtype} if self.args.kv_dtype else {}
         with ExitStack() as opened:
             with self.out.progress("loading", "bytes", type="load") as report:
-                engine = opened.enter_context(Engine(os.fspath(path), progress=report, threads=self.threads, **options))
+                engine = opened.enter_context(Engine(model, progress=report, threads=self.threads, **options))
             if self.length + bench_tests.MARGIN > engine.ctx:
                 raise UsageError(
                     f"{name} has a context of {engine.ctx}, and these tests take {self.length + bench_tests.MARGIN} "
@@ -171,7 +171,13 @@ class Suite:
             peers = [opened.enter_context(Peer(peer)) for peer in self.args.vs]
             for peer in peers:
                 self.status.show("loading", peer.name, 1, 1)
-                peer.open(path, timeline.tokens.tolist(), engine.threads, len(timeline.tokens), engine.kv_dtype)
+                peer.open(
+                    models.resolve(model),
+                    timeline.tokens.tolist(),
+                    engine.threads,
+                    len(timeline.tokens),
+                    engine.kv_dtype,
+                )
             self.where = Machine(
                 machine(), engine.isa, engine.threads, engine.kv_dtype, self.roofs.read, self.roofs.macs,
                 self.load, {peer.name: peer.version for peer in peers},
@@ -192,28 +198,23 @@ class Suite:
     def _time(self, model: str, test: Test, peers: Sequence[Peer]) -> list[Figure]:
         """Ours and the peers' runs in turn: A B C A B C."""
         runs = self.args.r if not test.several else max(self.args.r, SEVERAL)
-        beside = [peer for peer in peers if test.kind in PEER_TESTS]
-        settings = [self._setting(test, peer) for peer in beside]
         ours: list[float] = []
         least: list[float] = []
-        theirs: list[list[float]] = [[] for _ in beside]
-        same = [True for _ in beside]
+        beside = [_Beside(peer, self._setting(test, peer)) for peer in peers if test.kind in PEER_TESTS]
         for run in range(runs):
             self.status.show(test.name, OURS, run + 1, runs)
             ours.append(test.run())
             if (floor := test.least()) is not None:
                 least.append(floor)
-            if run >= self.args.r:
-                continue
-            for i, peer in enumerate(beside):
-                self.status.show(test.name, peer.name, run + 1, runs)
-                seconds, top = peer.run(test.kind, test.size, test.depth, settings[i])
-                theirs[i].append(seconds)
-                same[i] = same[i] and (top is None or top == self._top(test))
+            for other in beside if run < self.args.r else ():
+                self.status.show(test.name, other.peer.name, run + 1, self.args.r)
+                other.run(test)
         found = [self._figure(model, test, ours, least, self.roofs)]
-        for i, peer in enumerate(beside):
-            detail = peer.settings[settings[i]] + ("" if same[i] else "; its most likely token is another")
-            found.append(self._peer_figure(found[0], peer, theirs[i], detail))
+        for other in beside:
+            if other.refused:
+                self.out.note(other.refused)
+            else:
+                found.append(_peer_figure(found[0], other))
         for figure in found:
             self.out.event("figure", **asdict(figure))
         return found
@@ -229,10 +230,6 @@ class Suite:
             seconds.append(peer.run(test.kind, test.size, test.depth, i)[0])
         return seconds.index(min(seconds))
 
-    @staticmethod
-    def _top(test: Test) -> int:
-        return test.timeline.top(test.end)
-
     def _figure(self, model: str, test: Test, ours: list[float], least: list[float], roofs: Roofs) -> Figure:
         seconds = statistics.median(ours)
         size, macs = _work(test)
@@ -243,18 +240,41 @@ class Suite:
             floor / seconds if floor else None, None, test.detail, True,
         )  # fmt: skip
 
-    @staticmethod
-    def _peer_figure(ours: Figure, peer: Peer, theirs: list[float], detail: str) -> Figure:
-        seconds = statistics.median(theirs)
-        share = ours.seconds / seconds
-        bytes_, macs, roofline = (
-            v and v * share for v in (ours.bytes_per_second, ours.macs_per_second, ours.of_roofline)
-        )
-        return Figure(
-            ours.model, peer.name, ours.test, ours.kind, ours.size, ours.depth, ours.tokens, len(theirs), seconds,
-            min(theirs), max(theirs), ours.tokens / seconds if ours.tokens else None, bytes_, macs, roofline,
-            seconds / ours.seconds, detail, None,
-        )  # fmt: skip
+
+class _Beside:
+    """A peer's runs of one test, with its best setting."""
+
+    def __init__(self, peer: Peer, setting: int) -> None:
+        self.peer, self.setting = peer, setting
+        self.seconds: list[float] = []
+        self.same = True  # its most likely next token was ours
+        self.refused = ""
+
+    def run(self, test: Test) -> None:
+        if self.refused:
+            return
+        try:
+            seconds, top = self.peer.run(test.kind, test.size, test.depth, self.setting)
+        except Refused as error:
+            self.refused = f"{test.name}: {error}"
+            return
+        self.seconds.append(seconds)
+        self.same = self.same and (top is None or top == test.timeline.top(test.end))
+
+    @property
+    def detail(self) -> str:
+        return self.peer.settings[self.setting] + ("" if self.same else "; its most likely token is another")
+
+
+def _peer_figure(ours: Figure, other: _Beside) -> Figure:
+    seconds = statistics.median(other.seconds)
+    share = ours.seconds / seconds
+    bytes_, macs, roofline = (v and v * share for v in (ours.bytes_per_second, ours.macs_per_second, ours.of_roofline))
+    return Figure(
+        ours.model, other.peer.name, ours.test, ours.kind, ours.size, ours.depth, ours.tokens, len(other.seconds),
+        seconds, min(other.seconds), max(other.seconds), ours.tokens / seconds if ours.tokens else None, bytes_, macs,
+        roofline, 1 / share, other.detail, None,
+    )  # fmt: skip
 
 
 def _work(test: Test) -> tuple[float, float]:
