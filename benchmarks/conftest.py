@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from sizes import DECODE, DEPTHS, PREFILL
 
 import ds4
 from ds4 import models
@@ -17,9 +18,6 @@ from ds4.cli import bench_models
 from ds4.cli.bench_tests import NAMES, Test, Timeline, length_of
 from ds4.cli.output import Output
 from ds4.cli.scenario import MODEL
-
-DEPTHS = (256, 2048)
-PREFILL, DECODE = (512,), (32,)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import DEPTHS
+from sizes import DEPTHS
 
 from ds4.cli.bench_tests import BATCH_STEPS, Batch, Timeline
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import DECODE, DEPTHS, PREFILL
+from sizes import DECODE, DEPTHS, PREFILL
 
 from ds4.cli.bench_tests import EDITS, Decode, Prefill, Resync, Timeline
 
