@@ -307,7 +307,7 @@ static void block_sources(const ds4_attend_item *it, const tile *t, const ds4_vi
 }
 
 static void attend_block(const ds4_attend_item *it, const tile *t, const ds4_view *view, uint32_t group, uint32_t block) {
-  uint32_t first = UINT32_MAX, end = 0; /* rows that read something: ranges only move forward, so they are neighbours */
+  uint32_t first = UINT32_MAX, end = 0; /* the first row that reads something, and behind the last */
   range all = {DS4_KEY_BLOCK, 0};
   for (uint32_t token = 0; token < it->n_tokens; token++) {
     range r = row_range(it, token, block);
@@ -320,10 +320,12 @@ static void attend_block(const ds4_attend_item *it, const tile *t, const ds4_vie
   if (first >= end) return;
   source keys, values;
   block_sources(it, t, view, block, all, &keys, &values);
-  for (uint32_t row = first; row < end; row += ROW_TILE) {
-    uint32_t n = ds4_min_u32(ROW_TILE, end - row);
+  for (uint32_t row = first, n; row < end; row += n ? n : 1) {
     range r[ROW_TILE];
-    for (uint32_t i = 0; i < n; i++) r[i] = row_range(it, (row + i) / group, block);
+    for (n = 0; n < ROW_TILE && row + n < end; n++) {
+      r[n] = row_range(it, (row + n) / group, block);
+      if (r[n].from >= r[n].to) break;
+    }
     if (keys.type == DS4_KV_F32) attend_f32(t, &keys, &values, row, n, r);
     if (keys.type == DS4_KV_F16) attend_f16(t, &keys, &values, row, n, r);
     if (keys.type == DS4_KV_Q8_0) attend_q8(t, &keys, &values, row, n, r);

@@ -38,6 +38,10 @@ static inline v16 v_fma(v16 x, v16 y, v16 z) { return EACH3(vfmaq_f32, z, x, y);
 static inline v16 v_max(v16 x, v16 y) { return EACH2(vmaxq_f32, x, y); }
 static inline float32x4_t f16_4(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 static inline v16 v_f16(const uint16_t *p) { return (v16){f16_4(p), f16_4(p + 4), f16_4(p + 8), f16_4(p + 12)}; }
+static inline v16 v_set1_f16(uint16_t x) {
+  float32x4_t one = vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(x)));
+  return (v16){one, one, one, one};
+}
 static inline float32x4_t bf16_4(const uint16_t *p) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16)); }
 static inline v16 v_bf16(const uint16_t *p) { return (v16){bf16_4(p), bf16_4(p + 4), bf16_4(p + 8), bf16_4(p + 12)}; }
 /* Through binary16, as ds4_e4m3. */
@@ -64,6 +68,12 @@ static inline float32x4_t pow2_4(float32x4_t n) {
   return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n), vdupq_n_s32(127)), 23));
 }
 static inline v16 v_pow2(v16 n) { return EACH(pow2_4, n); }
+
+static inline float v_sum(v16 x) {
+  float32x4_t a = vaddq_f32(vaddq_f32(x.a, x.c), vaddq_f32(x.b, x.d));
+  return vpadds_f32(vadd_f32(vget_low_f32(a), vget_high_f32(a)));
+}
+static inline float v_largest(v16 x) { return vmaxvq_f32(vmaxq_f32(vmaxq_f32(x.a, x.b), vmaxq_f32(x.c, x.d))); }
 
 static inline uint32x4_t top_4(float32x4_t x, float32x4_t y) {
   return vmaxq_u32(vreinterpretq_u32_f32(vabsq_f32(x)), vreinterpretq_u32_f32(vabsq_f32(y)));
@@ -189,4 +199,5 @@ INLINE vi dot_minimums(const uint8_t *scales, const int16_t *sum) {
 #include "kernels.inc.h"
 
 #define NEON_TABLE(isa)                                                                                                                    \
-  {isa, k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu, k_attend, k_mix_in, k_mix_out, k_compress, k_score, k_attend_sparse}
+  {isa,      k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm,     k_glu, k_attend, k_attend_merge,                                  \
+   k_mix_in, k_mix_out,  k_compress,     k_score,        k_attend_sparse}

@@ -132,7 +132,7 @@ INLINE void fp4_tile(const ds4_packed *w, uint32_t piece, const int g, const flo
       UNROLL for (int c = 0; c < 4; c++) {
         UNROLL for (int q = 0; q < g; q++) weight[q] = scale[q] * __builtin_convertvector(v[q] << (24 - 8 * c) >> 24, vq);
         UNROLL for (int i = 0; i < t; i++) {
-          vq one = (vq){0} + x[(token + i) * w->cols + k + 4 * j + c];
+          vq one = x[(token + i) * w->cols + k + 4 * j + c] - (vq){0}; /* + would lose a -0 */
           UNROLL for (int q = 0; q < g; q++) acc[q * t + i] = q_fma(weight[q], one, acc[q * t + i]);
         }
       }

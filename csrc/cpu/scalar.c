@@ -69,9 +69,9 @@ static inline bytes lookup(bytes table, bytes v) {
 #define DOT_TILE 2
 #define FP4_PIECES 1
 #define FLOAT_TILE 4
-#define ROW_TILE 2
-#define SCORE_PIECES 1
-#define WIDE 2
+#define ROW_TILE 1
+#define SCORE_PIECES 4
+#define WIDE 1
 
 static vq q_fma(vq a, vq b, vq c) {
   for (int i = 0; i < VB_ROWS; i++) c[i] = fmaf(a[i], b[i], c[i]);
