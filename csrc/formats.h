@@ -35,6 +35,7 @@ const ds4_format_info *ds4_format_find(int32_t format); /* NULL: not known */
 void ds4_format_floats(const ds4_format_info *f, const uint8_t *p, uint64_t n, float *out);
 /* Bytes of the scales that lie beside the weights: those of FP8 and FP4, else 0. No overflow where ds4_format_bytes has found none. */
 uint64_t ds4_scale_bytes(int32_t format, uint64_t rows, uint64_t cols);
+extern const uint64_t ds4_iq2_grid[256], ds4_iq2_signs[128]; /* IQ2_XXS: eight codes; their bits 0 and 1, and bit 3 */
 void ds4_block_floats(int32_t format, const ds4_block *b, uint32_t n, float *out);
 
 /* What kernels have to know at compile time; with a constant `format` all of it is constant. */
