@@ -1,7 +1,9 @@
 """A tiny DeepSeek V4 in GGUF, evaluated here and by llama-cpp-python: `python benchmarks/deepseek_v4_gguf.py`.
 
 Needs llama-cpp-python from 0.3.36 on, which knows `deepseek4` (extra `bench`), and the `gguf` library. Two engines that
-share no code read the same tensors; what is printed is the largest difference of their logits at any position.
+share no code read the same tensors; what is printed is the largest difference of their logits at any position. Where
+experts are quantised the engines round activations to int8, each in its way (MXFP4: only llama.cpp does), and that
+can turn the choice of an expert. So both are compared with the same numbers as F32 weights, where they agree.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,46 +19,65 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
+import gguf
 import make_deepseek_v4 as make
 from oracle import some_tokens
-from test_deepseek_v4_gguf import stacked, write
+from test_deepseek_v4_gguf import MIXES, blocks_of, stacked, write
 
 import ds4
 
-TOKENS = 200  # beyond the first row of 128, and more rows of 4 than the indexer keeps
+TOKENS = 450  # three rows of 128, and far more rows of 4 than the indexer keeps
 # llama.cpp turns index rows by a Hadamard matrix of 64 or more; with few index heads scores tie at zero, and then any
 # of the rows is as good as another
 CONFIG = make.CONFIG | {
-    "hidden_size": 128, "num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4, 0], "head_dim": 128,
-    "qk_rope_head_dim": 32, "moe_intermediate_size": 64, "index_n_heads": 16, "index_head_dim": 64, "index_topk": 16,
+    "hidden_size": 256, "num_hidden_layers": 4, "compress_ratios": [0, 4, 128, 4, 0], "head_dim": 128,
+    "qk_rope_head_dim": 32, "moe_intermediate_size": 256, "index_n_heads": 16, "index_head_dim": 64, "index_topk": 16,
 }  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Compared:
-    """The logits of both engines, [tokens, vocab]."""
+    """Two sets of logits of the same tokens, [tokens, vocab]."""
 
-    here: np.ndarray
-    peer: np.ndarray
+    one: np.ndarray
+    other: np.ndarray
 
     @property
-    def difference(self) -> float:
-        return float(np.abs(self.here - self.peer).max())
+    def most(self) -> float:
+        return float(np.abs(self.one - self.other).max())
+
+    @property
+    def typical(self) -> float:
+        """Of a position: the median of the mean differences."""
+        return float(np.median(np.abs(self.one - self.other).mean(-1)))
 
     @property
     def size(self) -> float:
-        return float(self.here.std())
+        return float(self.one.std())
 
     @property
     def same_choice(self) -> float:
         """The share of positions where both find the same token most likely."""
-        return float((self.here.argmax(-1) == self.peer.argmax(-1)).mean())
+        return float((self.one.argmax(-1) == self.other.argmax(-1)).mean())
+
+    def __str__(self) -> str:
+        return (
+            f"{self.most:.1e} at most, {self.typical:.1e} at a typical position (standard deviation of the logits "
+            f"{self.size:.2f}); same most likely token at {self.same_choice:.1%} of {len(self.one)} positions"
+        )
 
 
-def write_model(path: Path, texts: dict[str, str] | None = None) -> Path:
-    """F32 weights, no tokenizer; `texts`: further keys."""
+def write_model(path: Path, mix: str | None = None, plain: bool = False, texts: dict[str, str] | None = None) -> Path:
+    """F32 weights, no tokenizer. `mix`: experts of random blocks, one of MIXES; `plain`: their numbers as F32. `texts`:
+    further keys."""
     s = make.sizes(CONFIG)
     tensors: dict[str, Any] = {name: (data, None) for name, data in stacked(s, make.weights(s)).items()}
+    for name, (data, _) in tensors.items():
+        if mix is not None and "_exps." in name:
+            kind = gguf.GGMLQuantizationType[MIXES[mix]["down" in name]]
+            raw = np.stack([blocks_of(kind.name, expert, seed=e) for e, expert in enumerate(data)])
+            numbers = gguf.dequantize(raw, kind).reshape(data.shape).astype(np.float32) if plain else raw
+            tensors[name] = (numbers, None if plain else kind)
     return write(path, s, tensors, texts=texts)
 
 
@@ -64,10 +86,19 @@ def logits_here(path: Path, tokens: list[int]) -> np.ndarray:
         return np.array(session.eval(tokens, logits="all"))
 
 
+@cache
+def silence() -> Any:
+    """A callback for llama.cpp's log, which tells of every tensor; the library keeps the pointer."""
+    import llama_cpp
+
+    return llama_cpp.llama_log_callback(lambda *_: None)
+
+
 def logits_of_peer(path: Path, tokens: list[int]) -> np.ndarray:
     """With llama.cpp: rows in float32 too, all tokens in one batch."""
     import llama_cpp
 
+    llama_cpp.llama_log_set(silence(), None)
     llama_cpp.llama_backend_init()
     model_options = llama_cpp.llama_model_default_params()
     model_options.n_gpu_layers = 0
@@ -98,21 +129,21 @@ def logits_of_peer(path: Path, tokens: list[int]) -> np.ndarray:
         llama_cpp.llama_model_free(model)
 
 
-def compare(folder: Path) -> Compared:
-    """The peer's file differs by one key: llama.cpp wants to be told that there is no tokenizer."""
+def both(folder: Path, mix: str | None = None, plain: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """The logits here and of the peer. Its file differs by one key: it wants to be told that there is no tokenizer."""
     tokens = some_tokens(TOKENS)
-    here = logits_here(write_model(folder / "tiny.gguf"), tokens)
-    named = write_model(folder / "peer.gguf", {"tokenizer.ggml.model": "no_vocab"})
-    return Compared(here, logits_of_peer(named, tokens))
-
-
-def text_of(found: Compared) -> str:
-    return (
-        f"{len(found.here)} tokens: the logits differ by {found.difference:.2e} at most (their standard deviation is "
-        f"{found.size:.2f}); the most likely token is the same at {found.same_choice:.1%} of the positions"
-    )
+    here = logits_here(write_model(folder / "tiny.gguf", mix, plain), tokens)
+    named = write_model(folder / "peer.gguf", mix, plain, {"tokenizer.ggml.model": "no_vocab"})
+    return here, logits_of_peer(named, tokens)
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        print(text_of(compare(Path(folder))))
+        print(f"F32, here and llama.cpp: {Compared(*both(Path(folder)))}")
+        for mix, kinds in MIXES.items():
+            here, peer = both(Path(folder), mix)
+            exact, exact_peer = both(Path(folder), mix, plain=True)
+            print(f"experts of {' and '.join(dict.fromkeys(kinds))}, their numbers as F32 on both sides:")
+            print(f"  here and llama.cpp: {Compared(exact, exact_peer)}")
+            print(f"  blocks here:        {Compared(here, exact)}")
+            print(f"  blocks, llama.cpp:  {Compared(peer, exact_peer)}")
