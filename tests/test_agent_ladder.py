@@ -95,15 +95,130 @@ def reasons(events: Any) -> list[str]:
 
 
 def test_a_result_fits_at_the_last_token(monkeypatch):
+    """But fires the soft trigger: it waits in the slot for the compaction, which would make a preview of it."""
     summarised(monkeypatch, engine())
     chat, tool = with_tool(0)
     with chat:
         filled(chat, 700)
         events = list(chat.send("go"))
-        assert reasons(events) == ["the context is nearly full"]  # behind it, before the model goes on
+        assert reasons(events) == ["the context is nearly full"]
         assert kinds(events)[:3] == ["tool_call", "tool_result", "compaction_started"]
-        assert "hold" not in [e["type"] for e in chat.transcript.store.events()]
-        assert kept(chat, tool.text)
+        log = [e["type"] for e in chat.transcript.store.events()]
+        assert log[log.index("hold") + 1] == "compaction_started"
+        assert results(chat) == [tool.text] and kept(chat, tool.text) == ["surface"] and chat.held is None
+        assert len(chat.writer.result("x", tool.text)) > 2 * chat.live.limits.tail
+        assert_whole(chat)
+        assert_same_bits(chat)
+
+
+def loading(*sizes: Any, **options: Any) -> tuple[Chat, list[str]]:
+    """A chat whose next answer calls a tool once for each size; and the texts that the tool has given. A size is that
+    of a result in tokens, or a function that says it when the tool runs."""
+    texts: list[str] = []
+
+    def load(which: int) -> str:
+        size = sizes[which] if isinstance(sizes[which], int) else sizes[which]()
+        texts.append(letters(size - around))
+        return texts[-1]
+
+    chat = begin(tools=[load], **{"ctx": CTX, "policy": POLICY, **options})
+    around = len(chat.writer.result("x", "G")) - 1
+    chat.force("", [call("load", which=i) for i in range(len(sizes))])
+    return chat, texts
+
+
+@pytest.mark.parametrize("short", [1, 0])
+def test_the_soft_trigger_counts_the_result_that_comes(monkeypatch, short):
+    summarised(monkeypatch, engine())
+    chat, texts = loading(lambda: chat.live.limits.soft - short - chat.live.used)
+    with chat:
+        filled(chat, 700)
+        turn, seen = chat.send("go"), []
+        for event in turn:
+            seen.append(event)
+            if event.type == "text":
+                turn.close()
+        assert reasons(seen) == ([] if short else ["the context is nearly full"])
+        assert results(chat) == texts
+        assert_whole(chat)
+        assert_same_bits(chat)
+
+
+def test_results_of_one_message_are_no_preview_before_the_model_has_seen_them(monkeypatch):
+    """The first one is far larger than what a compaction keeps whole, and the second one fires the soft trigger."""
+    summarised(monkeypatch, engine())
+    chat, texts = loading(500, 300, 20)
+    with chat:
+        filled(chat, 400)
+        events = list(chat.send("go"))
+        assert chat.live.limits.soft < chat.live.used
+        assert results(chat) == texts and not reasons(events)
+        assert_whole(chat)
+        scripted(chat)
+        assert reasons(chat.send("and now?")) == ["the context is nearly full"]  # the model has seen them
+        assert_whole(chat)
+        assert_same_bits(chat)
+
+
+def test_small_results_stay_whole_in_a_compaction_for_the_next_one(monkeypatch):
+    summarised(monkeypatch, engine())
+    chat, texts = loading(25, 400, policy=dataclasses.replace(POLICY, tail_fraction=0.06))
+    with chat:
+        filled(chat, 700)
+        events = list(chat.send("go"))
+        assert reasons(events) == ["the context is nearly full"]
+        assert results(chat) == texts
+        assert_whole(chat)
+        assert_same_bits(chat)
+
+
+@pytest.mark.parametrize("why", ["asked", "queued"])
+def test_nothing_makes_a_preview_of_a_result_that_the_model_has_not_seen(monkeypatch, why):
+    """Not a compaction that was asked for while the tool ran, nor one that a queued message needs."""
+    summarised(monkeypatch, engine())
+
+    def size() -> int:
+        chat.compact_soon() if why == "asked" else chat.queue("and this")
+        return chat.live.limits.soft - chat.live.used - 1
+
+    chat, texts = loading(size)
+    with chat:
+        filled(chat, 500)
+        seen: list[Any] = []
+        for event in chat.send("go"):
+            seen.append(event)
+            if event.type == "text" and "text" not in kinds(seen[:-1]):
+                assert results(chat) == texts and not reasons(seen)
+        assert reasons(seen) == (["asked for"] if why == "asked" else [])
+        assert ("user", "and this") in nodes(chat) or why == "asked"
+        assert_whole(chat)
+        assert_same_bits(chat)
+
+
+def test_a_result_that_is_cancelled_out_of_a_soft_compaction_waits(monkeypatch):
+    summarised(monkeypatch, engine())
+    chat, tool = with_tool(0)
+    with chat:
+        filled(chat, 700)
+        for event in chat.send("go"):
+            if event.type == "compaction_started":
+                chat.cancel()
+        assert kept(chat, tool.text) == ["slot"]
+        assert_whole(chat, waiting=True)
+        scripted(chat)
+        list(chat.send("go on"))
+        assert kept(chat, tool.text) and chat.held is None and ("user", "go on") in nodes(chat)
+        assert_whole(chat)
+        assert_same_bits(chat)
+
+
+def test_a_result_that_fits_comes_in_where_the_soft_compaction_fails(monkeypatch):
+    chat, texts = loading(lambda: chat.live.limits.soft - chat.live.used + 50)
+    monkeypatch.setattr(chat.compactor, "allowed", lambda: False)
+    with chat:
+        filled(chat, 700)
+        list(chat.send("go"))
+        assert results(chat) == texts and chat.held is None
         assert_whole(chat)
         assert_same_bits(chat)
 

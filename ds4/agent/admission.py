@@ -1,6 +1,10 @@
 """How a tool's result comes into the context: as it is, else behind a compaction, else as a preview with the whole text
 in the spill, else as an error text. The tool has run already, so its result is in the slot until it has found a place:
-nothing of it is lost."""
+nothing of it is lost.
+
+A result that would fire the soft trigger waits for that compaction too: behind it in the context, a large one would
+become a preview before the model has seen it. For the same reason the soft trigger waits for the model's next answer
+where results that are new to it stand on the surface and would not stay whole."""
 
 from __future__ import annotations
 
@@ -9,6 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ds4.compaction import prompts
+from ds4.compaction.live import open_calls
+from ds4.compaction.tail import keep
 from ds4.errors import Cancelled, ContextFull
 from ds4.events import Event, Notice
 from ds4.nodes import Node
@@ -30,14 +36,44 @@ def append_whole(chat: Chat, held: Held) -> bool:
     return fits
 
 
+def append_now(chat: Chat, held: Held) -> bool:
+    """`append_whole`; False also where a compaction is due before it."""
+    return not soft_due(chat, len(_written(chat, held))) and append_whole(chat, held)
+
+
+def soft_due(chat: Chat, tokens: int = 0) -> bool:
+    """Whether the soft trigger fires with so many tokens more, and its compaction leaves whole what the model has not
+    seen."""
+    limits = chat.live.limits
+    return limits is not None and limits.soft_fires(chat.live.used + tokens) and not cuts_unseen(chat)
+
+
+def cuts_unseen(chat: Chat) -> bool:
+    """Whether a compaction would make a preview of a result that the model has not seen."""
+    surface, unseen = chat.transcript.surface, set()
+    for node in reversed(surface):
+        if node.role == "assistant" and node.kind != "filler":
+            break
+        if node.role == "tool":
+            unseen.add(node.number)
+    if not unseen:
+        return False
+    above = [node for node in surface if node.role != "system"]
+    kept = keep(above, chat.writer, chat.compactor.limits, open_calls(surface))
+    cut = {whole.number for _, whole in kept.previews}
+    return not unseen <= {node.number for node in kept.nodes} - cut
+
+
 def admit(chat: Chat, held: Held) -> Generator[Event, None, None]:
-    """Appends a result in the largest form that fits, behind a compaction if that helps. Raises Cancelled when the user
-    ends that, and ContextFull when not even an error text fits: the result then waits in the slot."""
-    if append_whole(chat, held):
+    """Appends a result in the largest form that fits, behind a compaction if one is due or that helps. Raises Cancelled
+    when the user ends that, and ContextFull when not even an error text fits: the result then waits in the slot."""
+    if append_now(chat, held):
         return
     if not _in_slot(chat, held):
         chat.transcript.hold(held)
-    outcome = yield from chat.compact_now("a tool result does not fit", automatic=True)
+    fits = chat.fits(len(_written(chat, held)))
+    reason = "the context is nearly full" if fits else "a tool result does not fit"
+    outcome = yield from chat.compact_now(reason, automatic=True)
     if outcome.state == "cancelled" or chat.cancelled.is_set():
         raise Cancelled("the compaction that a tool result needs was cancelled; the result waits.")
     if append_whole(chat, held):

@@ -32,7 +32,7 @@ from ds4.sampling import Sampling
 from ds4.store import MemoryStore, Store
 from ds4.transcript import Held, Transcript
 
-from .admission import admit, append_whole
+from .admission import admit, append_whole, soft_due
 from .spans import Spans
 from .tools import Result, Tool, Toolbox
 from .turn import Turn
@@ -477,9 +477,9 @@ class Chat:
     def admit_user(self, text: str) -> Generator[Event, None, None]:
         """Appends a user message, behind a compaction where one is due; it waits in the slot meanwhile. Raises
         Cancelled when the user ends that, ContextFull when it does not fit."""
-        transcript, limits = self.live.transcript, self.live.limits
+        transcript = self.live.transcript
         self._drop_thinking()
-        if limits is not None and limits.soft_fires(self.live.used):
+        if soft_due(self):
             transcript.hold(Held("user", text))
             yield from self._make_room("the context is nearly full")
         if not self.fits(len(self._question(text))):

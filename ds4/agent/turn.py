@@ -125,12 +125,12 @@ class Turn:
         return fits
 
     def _before_going_on(self) -> Generator[Event, None, None]:
-        """What waits comes in, and a context that is nearly full is compacted, before the model continues."""
+        """What waits comes in, and a context that is nearly full is compacted, before the model continues: for results
+        that was looked at when they came."""
         yield from self.chat.admit_queued()
-        limits = self.live.limits
-        if self.chat.asked:
+        if self.chat.asked and not admission.cuts_unseen(self.chat):
             yield from self._compact("asked for")
-        elif limits is not None and limits.soft_fires(self.live.used):
+        elif self.transcript.surface[-1].role != "tool" and admission.soft_due(self.chat):
             yield from self._compact("the context is nearly full", automatic=True)
 
     def _compact(self, reason: str, automatic: bool = False) -> Generator[Event, None, bool]:
@@ -305,11 +305,11 @@ class Turn:
         """Appends a result, whatever it takes: see `admission`."""
         call = node.calls[index]
         held = Held("tool", result.text + self.chat.spans.nudge(), call.id, index, len(node.calls))
-        fits = admission.append_whole(self.chat, held)
-        if not fits:
+        here = admission.append_now(self.chat, held)
+        if not here:
             self.transcript.hold(held)
         yield ToolResult(call.id, result.text)
-        if not fits:
+        if not here:
             yield from admission.admit(self.chat, held)
 
     def _span(self, node: Node, index: int) -> Generator[Event, None, None]:
