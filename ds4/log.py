@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,7 @@ def scan(path: Path) -> Scan:
             del found.places[at + 1 :], found.events[found.places[at].events :]
             found.places.append(Place(name, 1, reader.sum, len(found.events)))
             found.live = None
+            found.damages = [replace(damage, passed=True) for damage in found.damages]
         for event in lines:
             found.events.append(event)
             found.places.append(Place(name, reader.lines, reader.sum, len(found.events)))

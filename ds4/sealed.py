@@ -37,11 +37,13 @@ READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with a file; `line` is 0 where it has none."""
+    """What is wrong with a file; `line` is 0 where it has none. `passed`: a later file of a log goes on behind the line
+    before it."""
 
     file: str
     line: int
     what: str
+    passed: bool = False
 
     @property
     def cut(self) -> bool:
@@ -49,7 +51,8 @@ class Damage:
         return self.what == CUT
 
     def __str__(self) -> str:
-        return f"{self.file}, line {self.line}: {self.what}" if self.line else f"{self.file}: {self.what}"
+        what = f"{self.what}; a later file goes on behind the line before it" if self.passed else self.what
+        return f"{self.file}, line {self.line}: {what}" if self.line else f"{self.file}: {what}"
 
 
 def seal(value: Mapping[str, Any], before: str) -> tuple[bytes, str]:

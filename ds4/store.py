@@ -165,9 +165,19 @@ class Store(MemoryStore):
         return store
 
     def _make(self, events: Sequence[Mapping[str, Any]], spill: Spill | None) -> None:
-        assert self.path is not None and self.spill.folder is not None
+        assert self.path is not None
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        make_folder(self.path)
+        new = not os.path.lexists(self.path)
+        try:
+            make_folder(self.path)
+            self._fill(events, spill)
+        except OSError:
+            if new and not log_files(self.path):
+                shutil.rmtree(self.path, ignore_errors=True)
+            raise
+
+    def _fill(self, events: Sequence[Mapping[str, Any]], spill: Spill | None) -> None:
+        assert self.path is not None and self.spill.folder is not None
         self._take_lock()
         names = os.listdir(self.path)
         if any(LOG.fullmatch(name) for name in names):

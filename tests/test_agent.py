@@ -27,6 +27,7 @@ from agents import (
 )
 from compacting import scripted as summarised
 
+from ds4 import models
 from ds4.agent import turn as turn_module
 from ds4.agent.tools import tool
 from ds4.chat_formats import Message
@@ -125,6 +126,20 @@ def test_async_tools_of_one_message_run_at_once_and_answer_in_order():
         list(chat.send("go"))
         assert results(chat) == ["a", "b"]
         assert_whole(chat)
+
+
+def test_a_tool_that_there_is_not_is_answered_with_all_that_there_are():
+    with chatting(tools=[TOOLS[0]], span_tools=True) as chat:
+        chat.force("", [call("nope")])
+        list(chat.send("go"))
+        assert results(chat)[0].endswith(f"The tools are: {TOOLS[0].__name__}, context_compact, expand.")
+
+
+def test_the_registry_is_asked_once(monkeypatch):
+    asked, describe = [], models.describe
+    monkeypatch.setattr(models, "describe", lambda name: asked.append(name) or describe(name))
+    with chatting():
+        assert len(asked) == 1
 
 
 @pytest.mark.parametrize("wanted, part", [

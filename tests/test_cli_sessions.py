@@ -271,6 +271,20 @@ def test_verify(capsys):
     assert conversations.verify(bad)[0] == Damage(str(name), 0, "the log refers to it, and it is missing")
 
 
+def test_verify_is_content_where_a_cut_line_was_gone_on_behind(capsys):
+    """A crash has cut a line: nothing that counted is lost, and the next event opens the next file."""
+    path = make_one("a", "a-cut")
+    with open(path / "log-000001.jsonl", "ab") as file:
+        file.write(b'{"seq":')
+    assert run(capsys, "sessions", "verify")[0] == 1
+    with Store.open(path) as store:
+        Transcript(store).record("note")
+    code, out, _ = run(capsys, "sessions", "verify")
+    text = "cut before its end; a later file goes on behind the line before it"
+    assert (code, out) == (0, f"a-cut: log-000001.jsonl, line 6: {text}\n")
+    assert [e["passed"] for e in events(run(capsys, "sessions", "verify", "--json")[1])] == [True]
+
+
 def test_verify_of_a_log_without_a_beginning(capsys):
     path = make_one("b", "b-bad")
     damage(path, "log-000001.jsonl", 5)

@@ -209,6 +209,12 @@ def test_stats_and_help(room, capsys):
     assert all(command in out for command in commands.COMMANDS)
 
 
+def test_help_is_an_event_in_json(capsys):
+    make_room(Output(json=True)).enter("/help")
+    [event] = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert event["type"] == "help" and [name.split()[0] for name in event["commands"]] == [*commands.COMMANDS, "/quit"]
+
+
 def test_a_message_that_did_not_come_in_is_offered_again(capsys):
     room = make_room(Output())
     assert room.enter("wait") and room.interrupted and room.chat.cancelled == 1

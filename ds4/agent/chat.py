@@ -54,7 +54,10 @@ def calls_tools(engine: Engine, chat_format: str | None = None) -> bool | None:
 def default_format(engine: Engine) -> str | None:
     """The chat format of an engine's model: by its entry in models/, else by the control tokens that its template
     names, else None."""
-    model = models.describe(engine.model)
+    return _format_of(engine, models.describe(engine.model))
+
+
+def _format_of(engine: Engine, model: models.Model | None) -> str | None:
     if model is not None and model.chat_format:
         return model.chat_format
     return chat_formats.detect(engine.checkpoint, engine.tokenizer) if engine.tokenizer is not None else None
@@ -114,7 +117,7 @@ class Chat:
         self.max_tokens, self.allow, self.thinking, self.drop_thinking = max_tokens, allow, thinking, drop_thinking
         self.greedy_calls = greedy_calls
         self.spans = Spans(self, span_tools, SpanOptions(auto_archive, volume_nudge_tokens))
-        self.toolbox = Toolbox(tools)
+        self.toolbox = Toolbox(tools, others=[schema["name"] for schema in self.spans.schemas])
         schemas = (*self.toolbox.schemas, *self.spans.schemas)
         self.queued: deque[str] = deque()
         """Messages that come in at the next safe point of the turn in progress, or with the next one."""
@@ -122,10 +125,11 @@ class Chat:
         self.about = dict(about or {})
         self.cancelled = threading.Event()
         self._busy = threading.Lock()
-        self._set_up(ctx, system, schemas, chat_format, effort, policy, store, notes)
+        self._set_up(model, ctx, system, schemas, chat_format, effort, policy, store, notes)
 
     def _set_up(
         self,
+        model: models.Model | None,
         ctx: int | None,
         system: str | None,
         schemas: Sequence[dict[str, Any]],
@@ -139,7 +143,7 @@ class Chat:
         names = [schema["name"] for schema in schemas]
         if twice := [name for name in names if names.count(name) > 1]:
             raise ArgumentError(f"{twice[0]} is a tool of the chat itself (span_tools=True); give yours another name=.")
-        name = chat_format or default_format(engine)
+        name = chat_format or _format_of(engine, model)
         if name is None:
             known = ", ".join(chat_formats.names())
             raise ArgumentError(
@@ -165,7 +169,6 @@ class Chat:
             transcript.store.close()
             raise
         try:
-            model = models.describe(engine.model)
             manual = (policy or CompactionPolicy()).for_model(model.compaction if model is not None else {})
             self.live = Live(engine, self.writer, transcript, session, manual if policy is not None else None)
             self.live.check()

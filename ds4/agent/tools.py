@@ -179,10 +179,12 @@ class _Ready:
 
 
 class Toolbox:
-    """Tools by name. Takes `Tool`s and plain callables; raises ArgumentError when two have the same name."""
+    """Tools by name. Takes `Tool`s and plain callables; raises ArgumentError when two have the same name. `others`: the
+    names of tools that the model has as well and somebody else runs."""
 
-    def __init__(self, tools: Iterable[Tool | Callable[..., Any]] = ()) -> None:
+    def __init__(self, tools: Iterable[Tool | Callable[..., Any]] = (), others: Iterable[str] = ()) -> None:
         self._tools: dict[str, Tool] = {}
+        self._others = tuple(others)
         for item in tools:
             one = item if isinstance(item, Tool) else tool(item)
             if one.name in self._tools:
@@ -239,7 +241,7 @@ class Toolbox:
     def _ready(self, call: ToolCall) -> _Ready | Result:
         found = self._tools.get(call.name)
         if found is None:
-            names = ", ".join(self._tools) or "none"
+            names = ", ".join([*self._tools, *self._others]) or "none"
             return Result(f"There is no tool {short(call.name)}. The tools are: {names}.", failed=True)
         try:
             return _Ready(found, fit(call.arguments, found.parameters))

@@ -168,6 +168,7 @@ def delete(room: Room, argument: str) -> None:
 
 
 def help_(room: Room, argument: str) -> None:
+    room.out.event("help", commands={command.usage: command.help for command in COMMANDS.values()} | {"/quit": QUIT})
     room.out.line(HELP)
 
 
@@ -190,10 +191,11 @@ COMMANDS = {
         Command("/help", "this list", help_),
     )
 }
+QUIT = "leave (Ctrl-D too)"
 HELP = "\n".join(
     [
         *(f"{command.usage:<14}{command.help}" for command in COMMANDS.values()),
-        f"{'/quit':<14}leave (Ctrl-D too)",
+        f"{'/quit':<14}{QUIT}",
         "Alt-Enter, or a backslash at the end of a line, begins a new line.",
         "Ctrl-C stops an answer and keeps what is there;",
         "a compaction that it stops has changed nothing.",
