@@ -28,6 +28,11 @@ static void fp8_groups(const ds4_packed *w, uint32_t group, uint32_t groups, con
   uint32_t end = group + groups, token = 0;
   for (; token + FLOAT_TILE <= n; token += FLOAT_TILE)
     for (uint32_t g = group; g < end; g++) fp8_tile(w, g, 1, x, token, FLOAT_TILE, out);
+  for (; token + 2 <= n; token += 2) { /* a weight is turned into a float for both */
+    uint32_t g = group;
+    for (; g + 4 <= end; g += 4) fp8_tile(w, g, 4, x, token, 2, out);
+    for (; g < end; g++) fp8_tile(w, g, 1, x, token, 2, out);
+  }
   for (; token < n; token++) {
     uint32_t g = group;
     for (; g + 4 <= end; g += 4) fp8_tile(w, g, 4, x, token, 1, out);
