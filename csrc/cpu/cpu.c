@@ -180,6 +180,8 @@ static void product_of(const product *c, const ds4_packed *p, uint32_t group, ui
     c->b->k->matmul_float(p, group, groups, c->x, c->n, out);
 }
 
+#define MAPPED_GROUPS 4u /* packed before they are multiplied: as many as a kernel takes at once */
+
 static void product_item(void *ctx, uint32_t item, uint32_t thread) {
   const product *c = ctx;
   uint32_t i = 0, first = item * c->step; /* items count through the groups of all matrices; each has whole items */
@@ -193,9 +195,10 @@ static void product_item(void *ctx, uint32_t item, uint32_t thread) {
   }
   ds4_packed one = *p;
   one.data = (uint8_t *)c->b->scratch[thread];
-  for (one.first = first; one.first < first + groups; one.first++) {
-    ds4_pack_group(&one, one.first, &c->w[i]->from);
-    product_of(c, &one, one.first, 1, c->out[i]);
+  for (one.first = first; one.first < first + groups; one.first += MAPPED_GROUPS) {
+    uint32_t some = ds4_min_u32(MAPPED_GROUPS, first + groups - one.first);
+    for (uint32_t g = one.first; g < one.first + some; g++) ds4_pack_group(&one, g, &c->w[i]->from);
+    product_of(c, &one, one.first, some, c->out[i]);
   }
 }
 
@@ -209,7 +212,7 @@ static int cpu_matmul(ds4_backend *b, const ds4_weight *const *w, float *const *
     quant |= is_quant(&w[i]->p);
     if (w[i]->from.mapped) mapped = w[i]->p.group_bytes > mapped ? w[i]->p.group_bytes : mapped;
   }
-  if (mapped && !ds4_cpu_memory(b, (mapped + 3) / 4, 0)) return DS4_ENOMEM;
+  if (mapped && !ds4_cpu_memory(b, MAPPED_GROUPS * (mapped + 3) / 4, 0)) return DS4_ENOMEM;
   int status = quant ? quantize(&c, w[0]->p.cols) : DS4_OK;
   if (status) return status;
   c.step = groups / (ds4_threads_count(b->threads) * 8);

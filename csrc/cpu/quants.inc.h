@@ -117,7 +117,7 @@ INLINE vq q_e8m0(const uint8_t *p) {
 /* `g` pieces x `t` tokens: g * t independent chains over k. */
 INLINE void fp4_tile(const ds4_packed *w, uint32_t piece, const int g, const float *x, uint64_t token, const int t, float *out) {
   const ds4_pack pack = ds4_pack_of(ds4_shape_of(DS4_MXFP4));
-  vq acc[FP4_PIECES * FLOAT_TILE] = {0}, scale[4], weight[4];
+  vq acc[8] = {0}, scale[4], weight[4];
   vi v[4];
   uint64_t at = 0;
   for (uint32_t k = 0; k < w->cols; k += 32, at += pack.head + pack.body) {
@@ -145,6 +145,11 @@ static void fp4_groups(const ds4_packed *w, uint32_t group, uint32_t groups, con
   uint32_t first = group * PIECES, end = (group + groups) * PIECES, token = 0;
   for (; token + FLOAT_TILE <= n; token += FLOAT_TILE)
     for (uint32_t p = first; p < end; p += FP4_PIECES) fp4_tile(w, p, FP4_PIECES, x, token, FLOAT_TILE, out);
+  for (; token + 2 <= n; token += 2) { /* a weight is turned into a float for both */
+    uint32_t p = first;
+    for (; p + 4 <= end; p += 4) fp4_tile(w, p, 4, x, token, 2, out);
+    for (; p < end; p++) fp4_tile(w, p, 1, x, token, 2, out);
+  }
   for (; token < n; token++) {
     uint32_t p = first;
     for (; p + 4 <= end; p += 4) fp4_tile(w, p, 4, x, token, 1, out);
