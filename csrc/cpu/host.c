@@ -15,7 +15,11 @@ void *ds4_host_alloc(ds4_backend *b, uint64_t bytes) {
   if (!bytes || bytes > (uint64_t)INT64_MAX) return NULL;
   if (bytes < LARGE) return aligned_alloc(64, (bytes + 63) / 64 * 64);
   void *mem = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  return mem == MAP_FAILED ? NULL : mem;
+  if (mem == MAP_FAILED) return NULL;
+#if defined(MADV_HUGEPAGE)
+  madvise(mem, bytes, MADV_HUGEPAGE); /* fewer misses of the address cache; refused, nothing is lost */
+#endif
+  return mem;
 }
 
 void ds4_host_free(ds4_backend *b, void *mem, uint64_t bytes) {
