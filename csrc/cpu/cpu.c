@@ -180,6 +180,7 @@ static void product_of(const product *c, const ds4_packed *p, uint32_t group, ui
     c->b->k->matmul_float(p, group, groups, c->x, c->n, out);
 }
 
+#define ITEM_BYTES (256u << 10)
 #define MAPPED_GROUPS 4u /* packed before they are multiplied: as many as a kernel takes at once */
 
 static void product_item(void *ctx, uint32_t item, uint32_t thread) {
@@ -202,21 +203,30 @@ static void product_item(void *ctx, uint32_t item, uint32_t thread) {
   }
 }
 
+/* Groups of an item. Few tokens read long pieces of the weights; many work as long on a little. */
+static uint32_t item_groups(const ds4_backend *b, uint32_t groups, uint64_t bytes, uint32_t n) {
+  uint32_t threads = ds4_threads_count(b->threads);
+  uint64_t items = n > 8 ? threads * 8 : bytes / ITEM_BYTES;
+  items = items < threads ? threads : items;
+  uint32_t step = (uint32_t)((groups + items - 1) / items);
+  return n > 8 ? ds4_min_u32(step, 4) : step;
+}
+
 static int cpu_matmul(ds4_backend *b, const ds4_weight *const *w, float *const *out, uint32_t n_w, const float *x, uint32_t n) {
   product c = {.b = b, .w = w, .out = out, .x = x, .n_w = n_w, .n = n};
   uint32_t groups = 0, items = 0;
-  uint64_t mapped = 0; /* bytes of the largest group to pack */
+  uint64_t bytes = 0, mapped = 0; /* mapped: bytes of the largest group to pack */
   bool quant = false;
   for (uint32_t i = 0; i < n_w; i++) {
     groups += w[i]->p.groups;
+    bytes += w[i]->p.group_bytes * w[i]->p.groups;
     quant |= is_quant(&w[i]->p);
     if (w[i]->from.mapped) mapped = w[i]->p.group_bytes > mapped ? w[i]->p.group_bytes : mapped;
   }
   if (mapped && !ds4_cpu_memory(b, MAPPED_GROUPS * (mapped + 3) / 4, 0)) return DS4_ENOMEM;
   int status = quant ? quantize(&c, w[0]->p.cols) : DS4_OK;
   if (status) return status;
-  c.step = groups / (ds4_threads_count(b->threads) * 8);
-  c.step = c.step < 1 ? 1 : n > 8 ? ds4_min_u32(c.step, 4) : ds4_min_u32(c.step, 32);
+  c.step = item_groups(b, groups, bytes, n);
   for (uint32_t i = 0; i < n_w; i++) items += (w[i]->p.groups + c.step - 1) / c.step;
   return ds4_cpu_run(b, items, product_item, &c);
 }
