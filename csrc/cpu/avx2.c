@@ -37,6 +37,10 @@ static inline v16 v_f16(const uint16_t *p) {
   return (v16){_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p)),
                _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)(p + 8)))};
 }
+static inline void v_to_f16(uint16_t *p, v16 x) {
+  _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm_storeu_si128((__m128i *)(void *)(p + 8), _mm256_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 static inline v16 v_set1_f16(uint16_t x) {
   __m256 one = _mm256_cvtph_ps(_mm_set1_epi16((int16_t)x));
   return (v16){one, one};
@@ -179,8 +183,8 @@ INLINE vi dot_minimums(const uint8_t *scales, const int16_t *sum) {
 
 #include "kernels.inc.h"
 
-const ds4_kernels ds4_kernels_avx2 = {"avx2",         k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu,          k_attend,
-                                      k_attend_merge, k_mix_in,   k_mix_out,      k_compress,     k_score,    k_attend_sparse};
+const ds4_kernels ds4_kernels_avx2 = {"avx2",   k_quantize,     k_matmul_float, k_matmul_quant, k_rms_norm, k_to_f16, k_glu,
+                                      k_attend, k_attend_merge, k_mix_in,       k_mix_out,      k_compress, k_score,  k_attend_sparse};
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -26,6 +26,9 @@ static inline v16 v_div(v16 x, v16 y) { return _mm512_div_ps(x, y); }
 static inline v16 v_max(v16 x, v16 y) { return _mm512_max_ps(x, y); }
 static inline v16 v_fma(v16 x, v16 y, v16 z) { return _mm512_fmadd_ps(x, y, z); }
 static inline v16 v_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)p)); }
+static inline void v_to_f16(uint16_t *p, v16 x) {
+  _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
 static inline v16 v_set1_f16(uint16_t x) { return _mm512_cvtph_ps(_mm256_set1_epi16((int16_t)x)); }
 static inline v16 v_bf16(const uint16_t *p) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p)), 16));
@@ -133,8 +136,8 @@ INLINE vi dot_minimums(const uint8_t *scales, const int16_t *sum) {
 
 #include "kernels.inc.h"
 
-const ds4_kernels ds4_kernels_avx512 = {"avx512",       k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu,          k_attend,
-                                        k_attend_merge, k_mix_in,   k_mix_out,      k_compress,     k_score,    k_attend_sparse};
+const ds4_kernels ds4_kernels_avx512 = {"avx512", k_quantize,     k_matmul_float, k_matmul_quant, k_rms_norm, k_to_f16, k_glu,
+                                        k_attend, k_attend_merge, k_mix_in,       k_mix_out,      k_compress, k_score,  k_attend_sparse};
 
 #if defined(__clang__)
 #pragma clang attribute pop

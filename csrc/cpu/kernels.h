@@ -74,6 +74,7 @@ typedef struct ds4_kernels {
   void (*matmul_float)(const ds4_packed *w, uint32_t group, uint32_t groups, const float *x, uint32_t n, float *out);
   void (*matmul_quant)(const ds4_packed *w, uint32_t group, uint32_t groups, const ds4_quants *x, uint32_t n, float *out);
   void (*rms_norm)(const float *x, const float *weight, uint32_t width, float eps, float *out);
+  void (*to_f16)(const float *x, uint32_t n, uint16_t *out);
   void (*glu)(int kind, float limit, const float *gate, const float *up, uint64_t n, float *out);
   void (*attend)(const ds4_attend_item *item, float *scratch);
   void (*attend_merge)(float *into, float max, float sum, const float *values, uint32_t width);

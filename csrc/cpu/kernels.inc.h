@@ -3,6 +3,7 @@
  *   v16                              a vector of 16 floats
  *   v_zero v_set1 v_load v_store v_add v_sub v_mul v_fma(a, b, c) = a * b + c   v_max
  *   v_f16(p) v_bf16(p) v_i8(p)       16 numbers of that type as floats
+ *   v_to_f16(p, a)                   stores 16 numbers as binary16, to nearest even
  *   v_set1_f16(x)                    one binary16 number in all lanes
  *   v_below(a, b, x, y)              a < b ? x : y, lane by lane; false for NaN
  *   v_pow2(n)                        2^n for whole n in -126..127
@@ -108,6 +109,12 @@ static void k_rms_norm(const float *x, const float *weight, uint32_t width, floa
     v_store(out + i, weight ? v_mul(y, v_load(weight + i)) : y);
   }
   for (uint32_t i = whole; i < width; i++) out[i] = weight ? x[i] * scale * weight[i] : x[i] * scale;
+}
+
+static void k_to_f16(const float *x, uint32_t n, uint16_t *out) {
+  uint32_t i = 0;
+  for (; i + 16 <= n; i += 16) v_to_f16(out + i, v_load(x + i));
+  for (; i < n; i++) out[i] = ds4_to_f16(x[i]);
 }
 
 /* gate / (1 + exp(-y)) * up, where y is gate (SiLU) or its GELU polynomial */

@@ -38,6 +38,8 @@ static inline v16 v_fma(v16 x, v16 y, v16 z) { return EACH3(vfmaq_f32, z, x, y);
 static inline v16 v_max(v16 x, v16 y) { return EACH2(vmaxq_f32, x, y); }
 static inline float32x4_t f16_4(const uint16_t *p) { return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 static inline v16 v_f16(const uint16_t *p) { return (v16){f16_4(p), f16_4(p + 4), f16_4(p + 8), f16_4(p + 12)}; }
+static inline void to_f16_4(uint16_t *p, float32x4_t x) { vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x))); }
+static inline void v_to_f16(uint16_t *p, v16 x) { to_f16_4(p, x.a), to_f16_4(p + 4, x.b), to_f16_4(p + 8, x.c), to_f16_4(p + 12, x.d); }
 static inline v16 v_set1_f16(uint16_t x) {
   float32x4_t one = vcvt_f32_f16(vreinterpret_f16_u16(vdup_n_u16(x)));
   return (v16){one, one, one, one};
@@ -199,5 +201,5 @@ INLINE vi dot_minimums(const uint8_t *scales, const int16_t *sum) {
 #include "kernels.inc.h"
 
 #define NEON_TABLE(isa)                                                                                                                    \
-  {isa,      k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm,     k_glu, k_attend, k_attend_merge,                                  \
-   k_mix_in, k_mix_out,  k_compress,     k_score,        k_attend_sparse}
+  {isa,      k_quantize,     k_matmul_float, k_matmul_quant, k_rms_norm, k_to_f16, k_glu,                                                  \
+   k_attend, k_attend_merge, k_mix_in,       k_mix_out,      k_compress, k_score,  k_attend_sparse}

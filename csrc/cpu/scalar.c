@@ -23,6 +23,9 @@ static inline v16 v_div(v16 a, v16 b) { EACH(a.f[i] / b.f[i]); }
 static inline v16 v_fma(v16 a, v16 b, v16 c) { EACH(fmaf(a.f[i], b.f[i], c.f[i])); }
 static inline v16 v_max(v16 a, v16 b) { EACH(a.f[i] > b.f[i] ? a.f[i] : b.f[i]); }
 static inline v16 v_f16(const uint16_t *p) { EACH(ds4_f16(p[i])); }
+static inline void v_to_f16(uint16_t *p, v16 x) {
+  for (int i = 0; i < 16; i++) p[i] = ds4_to_f16(x.f[i]);
+}
 static inline v16 v_set1_f16(uint16_t x) { return v_set1(ds4_f16(x)); }
 static inline v16 v_bf16(const uint16_t *p) { EACH(ds4_bf16(p[i])); }
 static inline v16 v_e4m3(const uint8_t *p) { EACH(ds4_e4m3(p[i])); }
@@ -111,5 +114,5 @@ INLINE vi dot_minimums(const uint8_t *scales, const int16_t *sum) {
 
 #include "kernels.inc.h"
 
-const ds4_kernels ds4_kernels_scalar = {"scalar",       k_quantize, k_matmul_float, k_matmul_quant, k_rms_norm, k_glu,          k_attend,
-                                        k_attend_merge, k_mix_in,   k_mix_out,      k_compress,     k_score,    k_attend_sparse};
+const ds4_kernels ds4_kernels_scalar = {"scalar", k_quantize,     k_matmul_float, k_matmul_quant, k_rms_norm, k_to_f16, k_glu,
+                                        k_attend, k_attend_merge, k_mix_in,       k_mix_out,      k_compress, k_score,  k_attend_sparse};
