@@ -38,6 +38,11 @@ INLINE void store_piece(const ds4_packed *w, uint32_t piece, uint64_t token, flo
     memcpy(out, &value, rows * sizeof *out);
 }
 
+/* One token waits for memory; the planes of a K block are read in an order that the processor does not foresee. */
+INLINE void look_ahead_in_weights(const uint8_t *p, uint32_t bytes) {
+  for (uint32_t k = 0; k < bytes; k += 64) __builtin_prefetch(p + 4096 + k);
+}
+
 /* `g` pieces of one group, from `piece` on, x `t` tokens. The order of operations is that of dot_quant in ref.c. */
 INLINE void quant_tile(int32_t format, const ds4_packed *w, uint32_t piece, const int g, const ds4_quants *x, uint64_t token, const int t,
                        float *out) {
@@ -51,6 +56,7 @@ INLINE void quant_tile(int32_t format, const ds4_packed *w, uint32_t piece, cons
   while (at < end) {
     const uint8_t *head = p, *scales = p + pack.scales + first;
     p += pack.head;
+    if (t == 1) look_ahead_in_weights(p, pack.head + pack.per * pack.body);
     for (uint32_t i = 0; i < pack.per; i++, at++, p += pack.body, scales += 32) UNROLL for (int q = 0; q < g; q++) {
         const uint8_t *sc = scales + q * VB_ROWS;
         vq scale = q_f16(head + 2 * (first + q * VB_ROWS)), minimum = {0};
