@@ -88,6 +88,8 @@ INLINE void quant_groups(int32_t format, const ds4_packed *w, uint32_t group, ui
     uint32_t token = 0;
     for (; token + DOT_TILE <= n; token += DOT_TILE)
       for (uint32_t q = 0; q < PIECES; q++) quant_tile(format, w, piece + q, 1, x, token, DOT_TILE, out);
+    for (; token + DOT_TILE / 2 <= n; token += DOT_TILE / 2)
+      for (uint32_t q = 0; q < PIECES; q++) quant_tile(format, w, piece + q, 1, x, token, DOT_TILE / 2, out);
     for (; token < n; token++) quant_tile(format, w, piece, PIECES, x, token, 1, out);
   }
 }
