@@ -59,7 +59,7 @@ void ds4_profile_round(ds4_profile *p, uint64_t tokens);
 void ds4_profile_round_end(ds4_profile *p);
 void ds4_profile_call(ds4_profile *p); /* the first of the calls that compute now */
 void ds4_profile_call_end(ds4_profile *p);
-void ds4_profile_ready(ds4_engine *e); /* starts one when DS4_PROFILE asks for it */
+void ds4_profile_ready(ds4_engine *e); /* makes its table of ops; starts one when DS4_PROFILE asks for it */
 void ds4_profile_free(ds4_engine *e);  /* and writes what it asked for */
 
 /* ---- streams and pages --------------------------------------------------------------------------------------------------------------- */
@@ -205,9 +205,10 @@ struct ds4_engine {
   pid_t pid;
   int phase;
   const ds4_arch *arch;
-  const ds4_ops *ops;
+  const ds4_ops *_Atomic ops; /* save, load and get_info read it without the lock */
+  ds4_ops timed;              /* the backend's with a profile in front: `ops` while one runs */
   ds4_backend *backend;
-  ds4_profile *profile; /* NULL: none runs; else `ops` is its table */
+  ds4_profile *profile; /* NULL: none runs */
   ds4_faults faults;
   float *trace; /* test builds: where ds4_trace appends */
   uint64_t trace_cap, trace_n;

@@ -47,9 +47,8 @@ typedef struct known { /* a matrix of the engine */
 } known;
 
 struct ds4_profile {
-  ds4_ops table; /* the backend's, with the ops below in front */
-  const ds4_ops *ops;
-  known *weights; /* by address */
+  const ds4_ops *ops; /* the backend's */
+  known *weights;     /* by address */
   uint32_t n_weights, n_counters, many;
   bool report; /* to stderr, when the engine ends */
   uint64_t in_ops, in_rounds, round_start, call_start, call_end;
@@ -121,7 +120,7 @@ static cost weights_cost(const ds4_weight *const *w, uint32_t n_w, uint32_t n, b
   return c;
 }
 
-/* Rows of some parts of a layer, `read` times in all, each from memory once. */
+/* Rows of some parts of a layer: `rows` are used, `from_memory` are different ones, each read once. */
 static cost rows_cost(const ds4_layout *l, uint32_t part, uint32_t n_parts, uint64_t rows, uint64_t from_memory) {
   cost c = {.kinds = 1ull << l->part[part].type, .rows = rows};
   for (uint32_t i = part; i < part + n_parts; i++) c.bytes += from_memory * l->part[i].row_bytes;
@@ -244,10 +243,11 @@ static int op_mix_out(ds4_backend *b, float *h, const float *y, const float *m, 
   TIMED(mix_out, NOTHING, mix_out(b, h, y, m, n, streams, width));
 }
 
-/* The backend's own table with the ops above in front. An op that is not among them runs as it is; its time is "between ops". */
-static void table_make(ds4_profile *p) {
-  p->table = *p->ops;
-#define IN_FRONT(op) p->table.op = op_##op;
+/* The backend's own table with the ops above in front. An op that is not among them runs as it is; its time is "between ops". It is the
+ * engine's and made once: a save that copies pages may hold it while a profile stops. */
+static void table_make(ds4_engine *e) {
+  e->timed = *e->ops;
+#define IN_FRONT(op) e->timed.op = op_##op;
   OPS(IN_FRONT)
 }
 
@@ -302,9 +302,8 @@ static int start(ds4_engine *e, ds4_error *err) {
       weights[p->n_weights++] = (known){.weight = t->weight, .format = t->format, .rows = t->rows, .cols = t->cols, .bytes = bytes};
     }
     qsort(weights, p->n_weights, sizeof *weights, by_address);
-    table_make(p);
     e->profile = p;
-    e->ops = &p->table;
+    e->ops = &e->timed;
   }
   p->n_counters = 0;
   p->call_end = 0;
@@ -364,6 +363,7 @@ int ds4_engine_profile(ds4_engine *e, int32_t what, ds4_profile_entry *out, uint
 /* ---- DS4_PROFILE=1 -------------------------------------------------------------------------------------------------------------------------- */
 
 void ds4_profile_ready(ds4_engine *e) {
+  table_make(e);
   const char *wanted = getenv("DS4_PROFILE");
   if (!wanted || !*wanted || !strcmp(wanted, "0")) return;
   if (start(e, NULL)) return; /* without memory for it the engine still runs */

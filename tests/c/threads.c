@@ -31,8 +31,8 @@ static void run(int which, float *logits, uint32_t chunk) {
   ds4_session_free(child);
 }
 
-/* Everyone writes one session: some get BUSY, some are cancelled, nothing else goes wrong. */
-static void quarrel(void) {
+/* Everyone writes one session, and starts and stops the profile: some get BUSY, some are cancelled, nothing else goes wrong. */
+static void quarrel(int round) {
   ds4_error err;
   ds4_synced done;
   int32_t tokens[64] = {1, 2, 3};
@@ -41,8 +41,10 @@ static void quarrel(void) {
   ds4_session_cancel(shared);
   ds4_profile_entry entries[64];
   uint32_t n;
-  status = ds4_engine_profile(engine, DS4_PROFILE_START, entries, 64, &n, &err);
+  status = ds4_engine_profile(engine, round % 2 ? DS4_PROFILE_START : DS4_PROFILE_STOP, entries, 64, &n, &err);
   if (status && status != DS4_EBUSY) die("profile", &err);
+  ds4_engine_info info;
+  ds4_engine_get_info(engine, &info);
   status = ds4_session_clear(shared, &err);
   if (status && status != DS4_EBUSY) die("shared clear", &err);
 }
@@ -56,7 +58,7 @@ static void *work(void *arg) {
       fprintf(stderr, "thread %d got other bits\n", which);
       exit(1);
     }
-    quarrel();
+    quarrel(i);
   }
   return NULL;
 }
