@@ -18,18 +18,18 @@ from ds4 import models
 from ds4.cli import bench_models, bench_tests
 from ds4.cli.bench_peer import TESTS as PEER_TESTS
 from ds4.cli.bench_peer import Peer, Refused
+from ds4.cli.bench_report import OURS
 from ds4.cli.bench_tests import SEVERAL, Decode, FirstEval, Resync, Test, Timeline
 from ds4.cli.bench_work import work_of
 from ds4.cli.options import UsageError
 from ds4.cli.output import JSON_EVERY, PLAIN_EVERY
 from ds4.cli.pull import fetch
 from ds4.cli.roofs import Roofs, machine, measure_roofs
+from ds4.cli.scenario import MODEL
 from ds4.memory import usable_cpus
 
 if TYPE_CHECKING:
     from ds4.cli.output import Output
-
-OURS = "ds4"
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,6 @@ class Suite:
 
     def _names(self) -> list[str]:
         """The models of -m; the small one that `ds4 demo` takes when none is given."""
-        from ds4.cli.scenario import MODEL
-
         if self.args.models or self.args.synthetic:
             return list(self.args.models)
         return [MODEL]

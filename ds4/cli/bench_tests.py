@@ -466,18 +466,18 @@ class Batch(Test):
         self.close()
         session = self.timeline.at(self.depth)
         self.children = [session.fork() for _ in range(SESSIONS)]
-        self._step(self.children, 0)
+        self._step(0)
 
     def close(self) -> None:
         for child in self.children:
             child.close()
 
-    def _step(self, children: Sequence[Session], j: int) -> None:
-        self.engine.eval_batch([(child, own[j : j + 1]) for child, own in zip(children, self.own, strict=False)])
+    def _step(self, j: int) -> None:
+        self.engine.eval_batch([(child, own[j : j + 1]) for child, own in zip(self.children, self.own, strict=True)])
 
     def work(self) -> None:
         for j in range(1, self.size + 1):
-            self._step(self.children, j)
+            self._step(j)
 
     def done(self) -> None:
         if not self.logits:
