@@ -57,7 +57,7 @@ def measure(engine: Engine, depth: int, prompt: int, decode: int, out: Output) -
         with out.progress("evaluating", "tokens") as report:
             session.sync(tokens[:depth], progress=report)
         for profiled in (False, True):
-            session.truncate(depth) if session.nearest_exact(depth) == depth else session.sync(tokens[:depth])
+            session.sync(tokens[:depth])
             if profiled:
                 engine.profile("start")
             with out.progress("evaluating", "tokens") as report:
