@@ -12,9 +12,11 @@ import sys
 import time
 from collections.abc import Callable
 
+import numpy as np
+
 import ds4
 from ds4.profile import tokens_of
-from ds4.sampling import SCRATCH, Sampling, np, sample
+from ds4.sampling import SCRATCH, Sampling, sample
 
 PROMPT, TOKENS, RUNS = 64, 32, 20
 PARTS = ("between ops", "session", "between calls")
