@@ -146,12 +146,16 @@ def sample(
 
     `history`: the tokens that the penalties count; here `repeat_last` does not cut it. `position`: the index that the
     token will have. `allowed`: None = every token; `sampling.mask` is not asked. A seed of None is drawn anew.
-    `scratch`: `SCRATCH` bytes for each logit, to work in; without it memory is taken for the call. Raises
-    ArgumentError, and NonFiniteError for NaN, +inf or no finite logit.
+    `scratch`: `SCRATCH` bytes for each logit, to work in, which begin at a multiple of 16; without it memory is taken
+    for the call. Raises ArgumentError, and NonFiniteError for NaN, +inf or no finite logit.
     """
     logits = np.ascontiguousarray(logits, np.float32)
     if logits.ndim != 1:
         raise ArgumentError(f"logits have the shape {list(logits.shape)}; give one row, [vocab]")
+    if scratch is not None:
+        whole = scratch.flags.c_contiguous and scratch.flags.writeable
+        if not whole or scratch.ctypes.data % 16:
+            raise ArgumentError("scratch is not writable memory in one piece at a multiple of 16; give a new array")
     core, out, err = _CoreOptions(sampling, scratch), ffi.new("ds4_sampled *"), ffi.new("ds4_error *")
     core.set(history, position, allowed)
     check(lib.ds4_sample(ffi.from_buffer("float[]", logits), len(logits), core.struct, out, err), err)

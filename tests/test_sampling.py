@@ -233,6 +233,13 @@ def test_memory_that_the_caller_lends_changes_nothing(options):
         assert len(found) == 1
 
 
+@pytest.mark.parametrize("odd", [lambda x: x[1:], lambda x: x[::2], lambda x: np.frombuffer(bytes(x), np.uint8)])
+def test_memory_that_cannot_be_worked_in_is_refused(odd):
+    x = normal(64, 3)
+    with pytest.raises(ArgumentError, match="scratch is not writable memory"):
+        sample(x, Sampling(temperature=1.0, seed=4), scratch=odd(np.zeros(2 * SCRATCH * len(x), np.uint8)))
+
+
 # ---- distribution ----
 
 
