@@ -233,7 +233,8 @@ const uint64_t ds4_iq2_signs[128] = {S16(0), S16(16), S16(32), S16(48), S16(64),
 #undef S4
 #undef S16
 
-/* f16 scale | for every 32 weights: four bytes, a place in the grid for eight weights each; 32 bits, seven signs for each eight and a scale of four bits, which stands for (2 s + 1) / 8 */
+/* f16 scale | for every 32 weights: four bytes, a place in the grid for eight weights each; 32 bits, seven signs for each eight and a scale of
+ * four bits, which stands for (2 s + 1) / 8 */
 static void apart_iq2_xxs(const uint8_t *p, ds4_block *b) {
   b->d = ds4_load_u16(p);
   for (uint32_t s = 0; s < 8; s++) {
