@@ -273,10 +273,10 @@ def test_only_markup_is_greedy(monkeypatch):
     text = f"hm <b> {THOUGHT}So:{dsml(*CALLS)}"
     real, cold = sampling.sample, []
 
-    def sample(logits, options, history, position, allowed=None):
+    def sample(logits, options, history, position, allowed=None, **memory):
         assert (not options.temperature) == (options.repetition == 1.0)
         cold.append(not options.temperature)
-        return real(logits, options, history, position, allowed)
+        return real(logits, options, history, position, allowed, **memory)
 
     with chatting("v4", tools=[echo], max_tokens=900, greedy_calls=True) as chat:
         ids = [*chat.engine.tokenizer.encode(text, special=True), 1]

@@ -106,8 +106,10 @@ INLINE v16 source_lanes(const int type, const source *s, uint64_t at) {
   return type == DS4_KV_F16 ? v_f16((const uint16_t *)s->data + at) : v_i8((const int8_t *)s->data + at);
 }
 
-INLINE void look_ahead(const source *s, uint32_t i) {
-  for (uint32_t k = 0; k < s->ahead_step; k += 64) __builtin_prefetch(s->ahead + (uint64_t)i * s->ahead_step + k);
+/* Numbers or values between two looks ahead: the loops in between keep all sums in registers. */
+#define AHEAD 8u
+INLINE void look_ahead(const source *s, uint32_t i, uint32_t end) {
+  for (uint32_t k = i * s->ahead_step; k < end * s->ahead_step; k += 64) __builtin_prefetch(s->ahead + k);
 }
 
 #define KEY_VECTORS (4 / SCORE_PIECES)
@@ -123,15 +125,18 @@ INLINE void score_rows(const int type, const source *keys, const float *q, uint3
       if (scaled)
         UNROLL for (int k = 0; k < KEY_VECTORS; k++) scale[k] =
             v_f16(keys->scale + (uint64_t)(first / span) * DS4_KEY_BLOCK + piece + 16 * k);
-      for (uint32_t d = first; d < first + span; d++) {
-        if (!piece) look_ahead(keys, d);
-        UNROLL for (int k = 0; k < KEY_VECTORS; k++) {
-          key[k] = source_lanes(type, keys, (uint64_t)d * DS4_KEY_BLOCK + piece + 16 * k);
-          if (scaled) key[k] = v_mul(key[k], scale[k]);
-        }
-        UNROLL for (int i = 0; i < n; i++) {
-          v16 one = v_set1(q[(uint64_t)i * width + d]);
-          UNROLL for (int k = 0; k < KEY_VECTORS; k++) acc[i * KEY_VECTORS + k] = v_fma(one, key[k], acc[i * KEY_VECTORS + k]);
+      for (uint32_t d = first, end; d < first + span;) {
+        end = ds4_min_u32(d + AHEAD, first + span);
+        if (!piece) look_ahead(keys, d, end);
+        for (; d < end; d++) {
+          UNROLL for (int k = 0; k < KEY_VECTORS; k++) {
+            key[k] = source_lanes(type, keys, (uint64_t)d * DS4_KEY_BLOCK + piece + 16 * k);
+            if (scaled) key[k] = v_mul(key[k], scale[k]);
+          }
+          UNROLL for (int i = 0; i < n; i++) {
+            v16 one = v_set1(q[(uint64_t)i * width + d]);
+            UNROLL for (int k = 0; k < KEY_VECTORS; k++) acc[i * KEY_VECTORS + k] = v_fma(one, key[k], acc[i * KEY_VECTORS + k]);
+          }
         }
       }
     }
@@ -182,16 +187,19 @@ INLINE void weigh(const int type, const tile *t, const source *values, uint32_t 
   UNROLL for (int i = 0; i < n; i++) UNROLL for (int w = 0; w < wide; w++) acc[i * wide + w] =
       v_mul(v_load(t->out + ((uint64_t)row + i) * t->padded + at + 16 * w), v_set1(shrink[i]));
   const float *p = t->p + (uint64_t)row * DS4_KEY_BLOCK;
-  for (uint32_t k = r.from; k < r.to; k++) {
+  for (uint32_t k = r.from, end; k < r.to;) {
     v16 v[WIDE];
-    if (!at) look_ahead(values, k);
-    UNROLL for (int w = 0; w < wide; w++) {
-      v[w] = source_lanes(type, values, (uint64_t)k * values->stride + at + 16 * w);
-      if (scaled) v[w] = v_mul(v[w], v_set1_f16(values->scale[(k * values->stride + at + 16 * w) / values->group]));
-    }
-    UNROLL for (int i = 0; i < n; i++) {
-      v16 one = v_set1(p[(uint64_t)i * DS4_KEY_BLOCK + k]);
-      UNROLL for (int w = 0; w < wide; w++) acc[i * wide + w] = v_fma(one, v[w], acc[i * wide + w]);
+    end = ds4_min_u32(k + AHEAD, r.to);
+    if (!at) look_ahead(values, k, end);
+    for (; k < end; k++) {
+      UNROLL for (int w = 0; w < wide; w++) {
+        v[w] = source_lanes(type, values, (uint64_t)k * values->stride + at + 16 * w);
+        if (scaled) v[w] = v_mul(v[w], v_set1_f16(values->scale[(k * values->stride + at + 16 * w) / values->group]));
+      }
+      UNROLL for (int i = 0; i < n; i++) {
+        v16 one = v_set1(p[(uint64_t)i * DS4_KEY_BLOCK + k]);
+        UNROLL for (int w = 0; w < wide; w++) acc[i * wide + w] = v_fma(one, v[w], acc[i * wide + w]);
+      }
     }
   }
   UNROLL for (int i = 0; i < n; i++) UNROLL for (int w = 0; w < wide; w++)
@@ -283,8 +291,8 @@ static void page_source(const ds4_layout *l, uint32_t layer, uint32_t part, uint
 static bool reads_pages(const ds4_attend_item *it, const tile *t) {
   const ds4_layout *l = it->a->layout;
   const ds4_part *key = &l->part[0], *value = &l->part[it->a->value_part];
-  return (t->rows <= ROW_TILE || key->type == DS4_KV_F32) && l->page_rows == DS4_KEY_BLOCK && !value->across && value->width % 16 == 0 &&
-         key->type == value->type && value->group % 16 == 0;
+  return (t->rows <= 2 * ROW_TILE || key->type == DS4_KV_F32) && l->page_rows == DS4_KEY_BLOCK && !value->across &&
+         value->width % 16 == 0 && key->type == value->type && value->group % 16 == 0;
 }
 
 /* Few rows read the page itself; more are worth a copy that is converted once, unless there is nothing to convert. */
@@ -320,9 +328,10 @@ static void attend_block(const ds4_attend_item *it, const tile *t, const ds4_vie
   if (first >= end) return;
   source keys, values;
   block_sources(it, t, view, block, all, &keys, &values);
+  const uint32_t tiles = (end - first + ROW_TILE - 1) / ROW_TILE, most = (end - first + tiles - 1) / tiles; /* of about the same size */
   for (uint32_t row = first, n; row < end; row += n ? n : 1) {
     range r[ROW_TILE];
-    for (n = 0; n < ROW_TILE && row + n < end; n++) {
+    for (n = 0; n < most && row + n < end; n++) {
       r[n] = row_range(it, (row + n) / group, block);
       if (r[n].from >= r[n].to) break;
     }
