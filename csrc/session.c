@@ -534,13 +534,12 @@ static void segments_position(const ds4_engine *e, ds4_segment *g, uint32_t n) {
     if (g[i].session && g[i].session->engine == e) g[i].pos = g[i].session->pos;
 }
 
-/* Counts what must be released once the lock is gone. */
+/* For segments that were checked. Counts what must be released once the lock is gone. */
 static int eval_locked(ds4_engine *e, ds4_segment *g, uint32_t n, ds4_room *room, uint32_t chunk, ds4_progress progress, void *user,
                        uint32_t *freed, ds4_error *err) {
   int status = DS4_OK;
   uint32_t taken = 0;
   job one, *jobs = room ? room->jobs : &one; /* no room: n <= 1 */
-  for (uint32_t i = 0; !status && i < n; i++) status = segment_check(e, &g[i], i, g, err);
   call c;
   call_init(&c, e, jobs, 0, chunk, progress, user);
   if (room) {
@@ -576,11 +575,11 @@ int ds4_eval(ds4_engine *e, ds4_segment *segments, uint32_t n, uint32_t chunk, d
   }
   if (status) return status;
   segments_position(e, segments, n);
-  ds4_room *room = n > 1 ? room_take(e, n) : NULL;
-  if (room || n <= 1)
-    status = eval_locked(e, segments, n, room, chunk, progress, user, &freed, err);
-  else
-    status = ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for the call; nothing has changed");
+  for (uint32_t i = 0; !status && i < n; i++) status = segment_check(e, &segments[i], i, segments, err);
+  /* the engine keeps the room: a call that is refused must not decide how large it is */
+  ds4_room *room = !status && n > 1 ? room_take(e, n) : NULL;
+  if (!status && n > 1 && !room) status = ds4_fail(err, DS4_ENOMEM, 0, 0, "the system refused memory for the call; nothing has changed");
+  if (!status) status = eval_locked(e, segments, n, room, chunk, progress, user, &freed, err);
   room_give(e, room);
   call_leave(e, &me);
   while (freed--) ds4_engine_release(e);

@@ -57,6 +57,7 @@ import ctypes, re, sys
 from oracle import make_engine, some_tokens
 from ds4 import sampling
 from ds4.core import ffi, lib, os
+from ds4.errors import ArgumentError
 
 counter = ctypes.CDLL(os.environ["LD_PRELOAD"])
 counter.count_between.argtypes = [ctypes.c_size_t] * 2
@@ -90,6 +91,14 @@ for step in range(150):
     # the first steps warm up; with a new page may come memory for it, and tables and logs that grow
     if count and step > 2 and engine.ledger()["pages_used"] == pages:
         bad.append((70 + step, count, where()))
+# a refused call takes nothing, however many segments it has
+seen()
+try:
+    engine.eval_batch([(sessions[0], [1])] * 10_000)
+except ArgumentError:
+    assert not seen(), where()
+else:
+    raise AssertionError("one session twice in a batch")
 # the count counts: a session's first page
 with engine.session() as fresh:
     seen()
