@@ -11,7 +11,7 @@ from oracle import settled
 from scenes import small_chat_model
 
 from ds4 import cli
-from ds4.cli import bench, costs
+from ds4.cli import bench, costs, tables
 from ds4.cli.output import Output
 from ds4.engine import Engine
 
@@ -30,9 +30,9 @@ def test_a_table_in_three_forms():
     cells = {line.split("|")[1].strip(): line.split("|")[2].strip() for line in lines}
     assert cells["tokens before -> after"] == "3045 -> 448" and cells["rollback"] == "28 us"
     assert cells["summary"] == "6.50 s, none kept" and cells["interrupted: evaluated again"] == "0"
-    (row,) = csv.DictReader(io.StringIO(bench.table_csv([COST])))
+    (row,) = csv.DictReader(io.StringIO(tables.table_csv([COST])))
     assert (row["ctx"], row["pause_seconds"], row["step"]) == ("4096", "11.0", "ledger")
-    (row,) = json.loads(bench.table_json([COST]))
+    (row,) = json.loads(tables.table_json([COST]))
     assert costs.Cost(**row) == COST
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import dataclasses
-import io
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +12,7 @@ from ds4.cli import profile, scenario
 from ds4.cli.options import Subparsers, UsageError, at_least, command
 from ds4.cli.output import Output
 from ds4.cli.scenario import MODEL, time_text
+from ds4.cli.tables import aligned, table_csv, table_json
 
 if TYPE_CHECKING:
     from ds4.cli.costs import Cost
@@ -205,31 +203,6 @@ def markdown(costs: Sequence[Cost]) -> str:
     table = [["ctx", *(str(cost.ctx) for cost in costs)]]
     table += [[name, *(value(cost) for cost in costs)] for name, value in rows]
     return aligned(table)
-
-
-def aligned(table: Sequence[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table with its head in the first row; columns from `left` on are numbers."""
-    widths = [max(len(row[i]) for row in table) for i in range(len(table[0]))]
-    lines = ["| " + " | ".join(_cells(row, widths, left)) + " |" for row in table]
-    rule = "|" + "|".join("-" * (w + 1) + ("-" if i < left else ":") for i, w in enumerate(widths)) + "|"
-    return "\n".join([lines[0], rule, *lines[1:]])
-
-
-def _cells(row: Sequence[str], widths: Sequence[int], left: int) -> list[str]:
-    return [cell.ljust(w) if i < left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
-
-
-def table_csv(costs: Sequence[Any]) -> str:
-    names = [field.name for field in dataclasses.fields(costs[0])]
-    text = io.StringIO()
-    writer = csv.DictWriter(text, names, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(dataclasses.asdict(cost) for cost in costs)
-    return text.getvalue().rstrip("\n")
-
-
-def table_json(costs: Sequence[Any]) -> str:
-    return json.dumps([dataclasses.asdict(cost) for cost in costs], indent=2)
 
 
 _FORMATS: dict[str, Callable[[Sequence[Any]], str]] = {"md": markdown, "csv": table_csv, "json": table_json}

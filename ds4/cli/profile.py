@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ds4.cli import scenario
 from ds4.cli.options import Subparsers, UsageError, at_least, command
+from ds4.cli.tables import aligned, table_csv, table_json
 from ds4.errors import Ds4Error
 from ds4.profile import ProfileEntry, table, tokens_of
 
@@ -72,8 +73,6 @@ def measure(engine: Engine, depth: int, prompt: int, decode: int, out: Output) -
 
 
 def shown(entries: Sequence[ProfileEntry], form: str) -> str:
-    from ds4.cli.bench import aligned, table_csv, table_json  # which has this command among its own
-
     if form == "md":
         return aligned(table(entries), LEFT)
     return (table_csv if form == "csv" else table_json)(entries)
