@@ -54,6 +54,13 @@ def bench(model: Path | str, *more: str) -> int:
     return cli.main(["bench", "-m", str(model), "-p", "16", "-n", "4", "-d", "0,70", "-r", "2", "-t", "1", *more])
 
 
+def test_a_note_says_that_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roofs, "usable_cpus", lambda: 4)
+    assert roofs.busy(2.0) == []
+    (note,) = roofs.busy(2.1)
+    assert "load 2.1 on 4 CPUs" in note
+
+
 def events_of(capsys: pytest.CaptureFixture[str]) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 

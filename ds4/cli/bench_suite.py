@@ -24,7 +24,7 @@ from ds4.cli.bench_work import work_of
 from ds4.cli.options import UsageError
 from ds4.cli.output import JSON_EVERY, PLAIN_EVERY
 from ds4.cli.pull import fetch
-from ds4.cli.roofs import Roofs, machine, measure_roofs
+from ds4.cli.roofs import Roofs, busy, machine, measure_roofs
 from ds4.cli.scenario import MODEL
 from ds4.memory import usable_cpus
 
@@ -109,11 +109,8 @@ class Suite:
         self.length = bench_tests.length_of(self.depths, self.names, args.p, args.n)
         self.threads = args.threads or usable_cpus()
         self.load = os.getloadavg()[0]
-        if self.load > usable_cpus() / 2:
-            out.note(
-                f"others compute on this machine (load {self.load:.1f} on {usable_cpus()} CPUs): figures will be low, "
-                "and those of engines whose threads spin lowest; measure on a quiet one"
-            )
+        for note in busy(self.load):
+            out.note(note)
 
     def measure(self) -> tuple[Machine, list[Figure]]:
         found: list[Figure] = []

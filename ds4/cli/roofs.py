@@ -86,9 +86,12 @@ def machine() -> str:
     return f"{names[0] if names else platform.processor() or platform.machine()}, {usable_cpus()} CPUs"
 
 
-def busy() -> list[str]:
-    """A sentence when others compute on this machine, too."""
-    load, cpus = os.getloadavg()[0], usable_cpus()
-    if load < 1.5 * cpus:
+def busy(load: float) -> list[str]:
+    """A sentence when others compute on this machine, too. `load`: from before anything was measured."""
+    cpus = usable_cpus()
+    if load <= cpus / 2:
         return []
-    return [f"this machine is busy (load {load:.1f} on {cpus} CPUs): alone it would be faster"]
+    return [
+        f"others compute on this machine (load {load:.1f} on {cpus} CPUs): figures will be low, and those of engines "
+        "whose threads spin lowest; measure on a quiet one"
+    ]

@@ -7,6 +7,7 @@ longer.
 
 from __future__ import annotations
 
+import os
 import statistics
 import tempfile
 import time
@@ -96,7 +97,7 @@ class Bench:
     def __init__(self, name: str, out: Output, depth: int, repeat: int, threads: int | None, kv_dtype: str) -> None:
         self.name, self.out, self.depth, self.repeat = name, out, depth, repeat
         self.threads, self.kv_dtype = threads or usable_cpus(), kv_dtype
-        self.compared = COMPARED[name]
+        self.compared, self.load = COMPARED[name], os.getloadavg()[0]
         self._temporary = tempfile.TemporaryDirectory(prefix="ds4-bench-")
 
     def __enter__(self) -> Bench:
@@ -131,7 +132,7 @@ class Bench:
             f"compared: the logits of the first {self.compared} tokens of each, cpu and ref, bit for bit",
             roofs_text(roofs),
             "read: weights as stored, of the experts those expected to be chosen, and the rows of the last token",
-            *busy(),
+            *busy(self.load),
         ]
 
     def _engine(self, path: Path, backend: str) -> Engine:
