@@ -64,8 +64,8 @@ static inline uint32_t ds4_quants_stride(uint32_t blocks) { return blocks % 8 ? 
 typedef struct ds4_attend_item {
   const ds4_attend *a;
   uint32_t token, n_tokens, kv, split, split_end;
-  float
-      *partial; /* NULL: write the result to a->out; else [rows][2 + value width in whole lanes]: maximum, sum, values, for attend_merge */
+  /* NULL: write the result to a->out; else [rows][2 + value width in whole lanes]: maximum, sum, values, for attend_merge */
+  float *partial;
 } ds4_attend_item;
 
 typedef struct ds4_kernels {
@@ -88,6 +88,7 @@ typedef struct ds4_kernels {
 
 /* Floats of scratch that one thread needs for attend. */
 uint64_t ds4_attend_scratch(const ds4_attend *a, uint32_t n_tokens);
+
 static inline uint32_t ds4_lanes_up(uint32_t n) { return (n + DS4_LANES - 1) / DS4_LANES * DS4_LANES; }
 
 /* Floats of scratch for one item of `score`: keys, products; and of `attend_sparse`: queries, products, values, probabilities, results. */

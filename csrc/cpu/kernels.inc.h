@@ -57,6 +57,7 @@ INLINE void float_tile(int32_t format, const ds4_packed *w, uint32_t group, cons
                        float *out) {
   uint32_t step = DS4_LANES * (format == DS4_F32 ? 4 : 2);
   const uint8_t *p = w->data + (group - w->first) * w->group_bytes;
+  _Static_assert(FLOAT_TILE <= 8, "acc has room for every g * t that float_groups asks for");
   v16 acc[8];
   for (int i = 0; i < g * t; i++) acc[i] = v_zero();
   for (uint32_t k = 0; k < w->cols; k++, p += step)

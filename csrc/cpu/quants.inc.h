@@ -125,6 +125,7 @@ INLINE vq q_e8m0(const uint8_t *p) {
 /* `g` pieces x `t` tokens: g * t independent chains over k. */
 INLINE void fp4_tile(const ds4_packed *w, uint32_t piece, const int g, const float *x, uint64_t token, const int t, float *out) {
   const ds4_pack pack = ds4_pack_of(ds4_shape_of(DS4_MXFP4));
+  _Static_assert(FP4_PIECES * FLOAT_TILE <= 8 && 4 * 2 <= 8, "acc has room for every g * t that fp4_groups asks for");
   vq acc[8] = {0}, scale[4], weight[4];
   vi v[4];
   uint64_t at = 0;

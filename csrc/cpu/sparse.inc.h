@@ -9,6 +9,7 @@
 INLINE void fp8_tile(const ds4_packed *w, uint32_t group, const int g, const float *x, uint64_t token, const int t, float *out) {
   const uint8_t *p = w->data + (group - w->first) * w->group_bytes;
   const uint32_t head = ds4_fp8_head(w->cols);
+  _Static_assert(FLOAT_TILE <= 8 && 4 * 2 <= 8, "acc has room for every g * t that fp8_groups asks for");
   v16 acc[8], scale[4];
   for (int i = 0; i < g * t; i++) acc[i] = v_zero();
   for (uint32_t block = 0; block * DS4_FP8_TILE < w->cols; block++) {
