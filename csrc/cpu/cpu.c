@@ -180,8 +180,11 @@ static void product_of(const product *c, const ds4_packed *p, uint32_t group, ui
     c->b->k->matmul_float(p, group, groups, c->x, c->n, out);
 }
 
-#define ITEM_BYTES (256u << 10)
-#define MAPPED_GROUPS 4u /* packed before they are multiplied: as many as a kernel takes at once */
+#define FEW_TOKENS 8u           /* up to here reading the weights takes the time, above it the arithmetic */
+#define ITEM_BYTES (256u << 10) /* few tokens: weights that an item reads in one piece */
+#define MANY_ITEMS 8u           /* many tokens: items for each thread, so that all end at about the same time */
+#define MANY_GROUPS 4u          /* many tokens: groups of an item at most */
+#define MAPPED_GROUPS 4u        /* packed before they are multiplied: as many as a kernel takes at once */
 
 static void product_item(void *ctx, uint32_t item, uint32_t thread) {
   const product *c = ctx;
@@ -206,16 +209,16 @@ static void product_item(void *ctx, uint32_t item, uint32_t thread) {
 /* Groups of an item. Few tokens read long pieces of the weights; many work as long on a little. */
 static uint32_t item_groups(const ds4_backend *b, uint32_t groups, uint64_t bytes, uint32_t n) {
   uint32_t threads = ds4_threads_count(b->threads);
-  uint64_t items = n > 8 ? threads * 8 : bytes / ITEM_BYTES;
+  uint64_t items = n > FEW_TOKENS ? threads * MANY_ITEMS : bytes / ITEM_BYTES;
   items = items < threads ? threads : items;
   uint32_t step = (uint32_t)((groups + items - 1) / items);
-  return n > 8 ? ds4_min_u32(step, 4) : step;
+  return n > FEW_TOKENS ? ds4_min_u32(step, MANY_GROUPS) : step;
 }
 
 static int cpu_matmul(ds4_backend *b, const ds4_weight *const *w, float *const *out, uint32_t n_w, const float *x, uint32_t n) {
   product c = {.b = b, .w = w, .out = out, .x = x, .n_w = n_w, .n = n};
   uint32_t groups = 0, items = 0;
-  uint64_t bytes = 0, mapped = 0; /* mapped: bytes of the largest group to pack */
+  uint64_t bytes = 0, mapped = 0; /* mapped: bytes of the largest group; a thread packs MAPPED_GROUPS of them */
   bool quant = false;
   for (uint32_t i = 0; i < n_w; i++) {
     groups += w[i]->p.groups;
