@@ -38,6 +38,13 @@ static bool is_listed(const char *controllers, const char *wanted) {
   return false;
 }
 
+/* Whether a component of the path is "..": the group lies outside of what this process sees. */
+static bool leads_out(const char *path) {
+  for (const char *at = path; (at = strstr(at, "..")); at += 2)
+    if ((at == path || at[-1] == '/') && (!at[2] || at[2] == '/')) return true;
+  return false;
+}
+
 /* Calls `see` for one file of this process's control group and of all groups above it, in every hierarchy that may limit the controller. A line is
  * `id:controllers:path`, without controllers in version 2. Inside a container the path may be that of the host: then only the top is there. */
 static void cgroup_each(const char *root, const char *controller, const char *v2_name, const char *v1_name,
@@ -52,7 +59,7 @@ static void cgroup_each(const char *root, const char *controller, const char *v2
     *path++ = 0;
     kind++;
     bool v2 = !*kind;
-    if ((!v2 && !is_listed(kind, controller)) || strstr(path, "..")) continue;
+    if ((!v2 && !is_listed(kind, controller)) || leads_out(path)) continue;
     for (char *end = path + strlen(path);; *end = 0) {
       if (v2)
         snprintf(file, sizeof file, "%s/sys/fs/cgroup%s/%s", root, path, v2_name);

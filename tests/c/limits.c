@@ -80,8 +80,13 @@ int main(void) {
     wrong |= same(root, 1, least(2 * GB, memory));
   }
 
+  /* dots in a group's name lead nowhere else */
+  put("limits-dots", "proc/self/cgroup", "0::/a..b/..c/d..\n");
+  put("limits-dots", "sys/fs/cgroup/a..b/..c/d../memory.max", "1073741824\n");
+  wrong |= same("limits-dots", cpus, least(GB, memory));
+
   /* odd trees limit nothing */
-  put("limits-odd", "proc/self/cgroup", "no line\n0::/../../elsewhere\n7:cpu\n0::/a\n");
+  put("limits-odd", "proc/self/cgroup", "no line\n0::/../../elsewhere\n0::/a/..\n7:cpu\n0::/a\n");
   put("limits-odd", "elsewhere/memory.max", "1\n");
   put("limits-odd", "sys/fs/cgroup/memory.max", "what\n");
   put("limits-odd", "sys/fs/cgroup/a/memory.max", "-5\n");
