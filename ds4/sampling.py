@@ -186,9 +186,9 @@ class _CoreOptions:
         if self._sampling.penalises:
             self._history = ffi.from_buffer("int32_t[]", _token_ids("history", history))
             o.history, o.n_history = self._history, len(self._history)
-        if allowed is not None:
-            self._allowed = ffi.from_buffer("int32_t[]", _token_ids("allowed", allowed))
-            o.allowed, o.n_allowed = self._allowed, len(self._allowed)
+        ids = None if allowed is None else _token_ids("allowed", allowed)
+        self._allowed = ffi.NULL if ids is None else ffi.from_buffer("int32_t[]", ids)
+        o.allowed, o.n_allowed = self._allowed, -1 if ids is None else len(ids)
         o.seed = _draw_seed() if self._sampling.seed is None else self._sampling.seed
         o.position = position
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from ds4.core import ffi, lib
 from ds4.errors import ArgumentError, Ds4Error, NonFiniteError
-from ds4.sampling import SCRATCH, Sampling, sample
+from ds4.sampling import SCRATCH, Sampling, _CoreOptions, sample
 
 INF, NAN = math.inf, math.nan
 EINVAL, ENONFINITE = 1, 18
@@ -336,6 +336,10 @@ def test_bias_and_mask():
     assert sample(x, Sampling(), allowed=np.array([4], np.int64))[0] == 4
     assert sample(x, Sampling(), allowed={4, 2})[0] == 2
     assert sample(x, Sampling(), allowed=range(1, 5))[0] == 2
+    options = _CoreOptions(Sampling(), None)
+    options.set((), 0, [1, 4])
+    options.set((), 1, None)
+    assert options.struct.n_allowed == -1 and not options.struct.allowed, "those of the token before are gone"
     seen = {sample(x, Sampling(temperature=50, seed=i), allowed=[0, 3, 4])[0] for i in range(200)}
     assert seen == {0, 4}
     huge = np.float32([3e38, 3.2e38, 0])
