@@ -184,7 +184,7 @@ int ds4_session_refresh(ds4_session *s, ds4_progress progress, void *user, ds4_e
 /* Ends the call in progress on this session; does nothing when there is none. */
 void ds4_session_cancel(ds4_session *s);
 
-/* Counted and read-only: the floats stay as they are until the last _free. */
+/* Counted and read-only: the floats stay as they are until the last _free. An engine keeps up to 16 freed buffers for the logits to come. */
 int ds4_session_logits(ds4_session *s, ds4_logits **out, ds4_error *err);
 const float *ds4_logits_data(const ds4_logits *l);
 void ds4_logits_free(ds4_logits *l);
@@ -238,7 +238,7 @@ float ds4_random(uint64_t seed, uint64_t position);
 /* ---- this process ------------------------------------------------------------------------------------------------------------------ */
 
 /* What this process may use: the affinity mask bounded by the quotas of its control groups, rounded up; the least of the machine's memory,
- * the limits of its control groups and its own. */
+ * the limits of its control groups and its own. At most 256 CPUs are counted: no engine has more threads. */
 uint32_t ds4_usable_cpus(void);
 uint64_t ds4_usable_memory(void);
 
