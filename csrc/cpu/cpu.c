@@ -226,7 +226,7 @@ static int cpu_matmul(ds4_backend *b, const ds4_weight *const *w, float *const *
     quant |= is_quant(&w[i]->p);
     if (w[i]->from.mapped) mapped = w[i]->p.group_bytes > mapped ? w[i]->p.group_bytes : mapped;
   }
-  if (mapped && !ds4_cpu_memory(b, MAPPED_GROUPS * (mapped + 3) / 4, 0)) return DS4_ENOMEM;
+  if (mapped && !ds4_cpu_memory(b, MAPPED_GROUPS * ((mapped + 3) / 4), 0)) return DS4_ENOMEM;
   int status = quant ? quantize(&c, w[0]->p.cols) : DS4_OK;
   if (status) return status;
   c.step = item_groups(b, groups, bytes, n);
