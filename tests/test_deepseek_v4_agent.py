@@ -22,11 +22,12 @@ from agents import (
 from compacting import scripted as summarised
 from tiny_tokenizer import DEEPSEEK, tiny
 
-from ds4 import cli, sampling
+from ds4 import cli
 from ds4.agent.chat import Chat
 from ds4.chat_formats import Message, ToolCall
 from ds4.chat_formats.deepseek_v4 import DeepSeekV4
 from ds4.compaction.policy import CompactionPolicy
+from ds4.engine import Session
 from ds4.errors import ArgumentError
 from ds4.sampling import Sampling
 
@@ -271,17 +272,17 @@ def test_greedy_markup_leaves_arguments_and_text_as_they_were():
 
 def test_only_markup_is_greedy(monkeypatch):
     text = f"hm <b> {THOUGHT}So:{dsml(*CALLS)}"
-    real, cold = sampling.sample, []
+    real, cold = Session._sample, []
 
-    def sample(logits, options, history, position, allowed=None, **memory):
+    def sample(session, options):
         assert (not options.temperature) == (options.repetition == 1.0)
         cold.append(not options.temperature)
-        return real(logits, options, history, position, allowed, **memory)
+        return real(session, options)
 
     with chatting("v4", tools=[echo], max_tokens=900, greedy_calls=True) as chat:
         ids = [*chat.engine.tokenizer.encode(text, special=True), 1]
         chat.sampling = Sampling(temperature=1.0, repetition=1.1, mask=lambda sampled: [ids[len(sampled)]])
-        monkeypatch.setattr(sampling, "sample", sample)
+        monkeypatch.setattr(Session, "_sample", sample)
         for event in chat.send("go"):
             if event.type == "tool_call":
                 break
