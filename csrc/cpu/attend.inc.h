@@ -402,10 +402,7 @@ static void k_attend(const ds4_attend_item *it, float *scratch) {
       attend_block(it, &t, view, group, block);
     merge_split(&t);
   }
-  for (uint32_t r = 0; !it->partial && r < t.rows; r++) {
-    const float *all = t.all + (uint64_t)r * (2 + t.padded);
-    float *out = a->out + ((uint64_t)(it->token + r / group) * a->n_heads + it->kv * group + r % group) * t.value;
-    float inverse = 1.0f / all[1];
-    for (uint32_t i = 0; i < t.value; i++) out[i] = all[0] == -INFINITY && all[1] == 0.0f ? 0.0f : all[2 + i] * inverse;
-  }
+  for (uint32_t r = 0; !it->partial && r < t.rows; r++)
+    ds4_attend_result(t.all + (uint64_t)r * (2 + t.padded), t.value,
+                      a->out + ((uint64_t)(it->token + r / group) * a->n_heads + it->kv * group + r % group) * t.value);
 }

@@ -344,32 +344,8 @@ static int cpu_add(ds4_backend *b, float *x, const float *y, uint64_t n) {
 
 /* ---- rows -------------------------------------------------------------------------------------------------------------------------------- */
 
-/* One vector of binary16, as ds4_row_write writes it. */
-static void write_f16(const ds4_kernels *k, const ds4_part *p, uint32_t rows, uint16_t *tile, uint32_t row, const float *x) {
-  uint16_t half[64];
-  if (!p->across) {
-    k->to_f16(x, p->width, tile + (uint64_t)row * p->width);
-    return;
-  }
-  for (uint32_t from = 0; from < p->width; from += 64) {
-    uint32_t n = ds4_min_u32(64, p->width - from);
-    k->to_f16(x + from, n, half);
-    for (uint32_t i = 0; i < n; i++) tile[(uint64_t)(from + i) * rows + row] = half[i];
-  }
-}
-
 static void rows_token(const per_token *c, uint32_t t) {
-  const ds4_layout *l = c->layout;
-  const ds4_part *p = &l->part[c->part];
-  const ds4_view *view = &c->views[c->batch->segment[t]];
-  const float *x = c->x + (uint64_t)t * c->width;
-  if (p->type != DS4_KV_F16) {
-    ds4_row_write(l, c->layer, c->part, view, c->pos[t], x);
-    return;
-  }
-  uint8_t *page = ds4_view_page(view, l, c->pos[t]);
-  for (uint32_t h = 0; h < p->heads; h++, x += p->width)
-    write_f16(c->b->k, p, l->page_rows, (uint16_t *)(void *)ds4_page_tile(l, page, c->layer, c->part, h), c->pos[t] % l->page_rows, x);
+  ds4_row_write(c->layout, c->layer, c->part, &c->views[c->batch->segment[t]], c->pos[t], c->x + (uint64_t)t * c->width, c->b->k->to_f16);
 }
 
 static int cpu_rows_write(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *views, const ds4_batch *batch,
@@ -444,8 +420,7 @@ static void merge_item(void *ctx, uint32_t i, uint32_t thread) {
       const float *next = all + s * c->partial_floats;
       c->b->k->attend_merge(all, next[0], next[1], next + 2, padded);
     }
-    float *out = a->out + ((uint64_t)(c->tile[tile] + r / group) * a->n_heads + kv * group + r % group) * width, inverse = 1.0f / all[1];
-    for (uint32_t k = 0; k < width; k++) out[k] = all[0] == -INFINITY && all[1] == 0.0f ? 0.0f : all[2 + k] * inverse;
+    ds4_attend_result(all, width, a->out + ((uint64_t)(c->tile[tile] + r / group) * a->n_heads + kv * group + r % group) * width);
   }
 }
 

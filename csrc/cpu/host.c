@@ -127,16 +127,23 @@ static void fp4_read(const ds4_part *p, const uint8_t *row, float *out) {
     out[i] = ds4_e2m1(row[i / 2] >> 4 * (i % 2) & 15u) * ds4_e8m0(row[p->width / 2 + i / DS4_FP4_BLOCK]);
 }
 
-static void vector_write(const ds4_part *p, uint32_t rows, uint8_t *tile, uint32_t row, const float *x) {
-  uint16_t *half = (uint16_t *)(void *)tile;
+static void f16_write(const ds4_part *p, uint32_t rows, uint16_t *tile, uint32_t row, const float *x, ds4_to_halves to_f16) {
+  uint16_t half[64];
+  for (uint32_t from = 0; from < p->width; from += 64) {
+    uint32_t n = ds4_min_u32(64, p->width - from);
+    to_f16(x + from, n, half);
+    for (uint32_t i = 0; i < n; i++) tile[at(p, rows, row, from + i, p->width)] = half[i];
+  }
+}
+
+static void vector_write(const ds4_part *p, uint32_t rows, uint8_t *tile, uint32_t row, const float *x, ds4_to_halves to_f16) {
   int8_t *byte = (int8_t *)tile;
   uint16_t *scale = (uint16_t *)(void *)(tile + (uint64_t)p->width * rows);
   if (p->type == DS4_KV_FP8) fp8_write(p, tile + row * (p->tile_bytes / rows), x);
   if (p->type == DS4_KV_FP4) fp4_write(p, tile + row * (p->tile_bytes / rows), x);
   if (p->type == DS4_KV_F32)
     for (uint32_t i = 0; i < p->width; i++) ((float *)(void *)tile)[at(p, rows, row, i, p->width)] = x[i];
-  if (p->type == DS4_KV_F16)
-    for (uint32_t i = 0; i < p->width; i++) half[at(p, rows, row, i, p->width)] = ds4_to_f16(x[i]);
+  if (p->type == DS4_KV_F16) f16_write(p, rows, (uint16_t *)(void *)tile, row, x, to_f16);
   if (p->type == DS4_KV_Q8_0)
     for (uint32_t g = 0; g < p->width / p->group; g++) {
       int8_t q[DS4_QUANT_BLOCK];
@@ -160,11 +167,12 @@ void ds4_vector_read(const ds4_part *p, uint32_t rows, const uint8_t *tile, uint
   }
 }
 
-void ds4_row_write(const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, const float *x) {
+void ds4_row_write(const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, const float *x,
+                   ds4_to_halves to_f16) {
   const ds4_part *p = &l->part[part];
   uint8_t *page = ds4_view_page(view, l, row);
   for (uint32_t h = 0; h < p->heads; h++, x += p->width)
-    vector_write(p, l->page_rows, ds4_page_tile(l, page, layer, part, h), row % l->page_rows, x);
+    vector_write(p, l->page_rows, ds4_page_tile(l, page, layer, part, h), row % l->page_rows, x, to_f16);
 }
 
 int ds4_rows_read(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, uint32_t n,

@@ -15,8 +15,10 @@ int ds4_host_add_rows(ds4_backend *b, float *x, const float *table, const uint32
 int ds4_host_gather(ds4_backend *b, const float *x, const uint32_t *row, uint32_t n, uint32_t width, float *out);
 int ds4_host_scatter_add(ds4_backend *b, const float *x, const uint32_t *row, const float *weight, uint32_t n, uint32_t width, float *out);
 
-/* Rows in pages, as both write and read them. */
-void ds4_row_write(const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, const float *x);
+/* Rows in pages, as both write and read them. to_f16 rounds n numbers to binary16. */
+typedef void (*ds4_to_halves)(const float *x, uint32_t n, uint16_t *out);
+void ds4_row_write(const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, const float *x,
+                   ds4_to_halves to_f16);
 int ds4_rows_read(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *view, uint32_t row, uint32_t n,
                   float *out);
 void ds4_vector_read(const ds4_part *p, uint32_t rows, const uint8_t *tile, uint32_t row, float *out);

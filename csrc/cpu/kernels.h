@@ -2,6 +2,8 @@
 #ifndef DS4_KERNELS_H
 #define DS4_KERNELS_H
 
+#include <math.h>
+
 #include "../formats.h"
 #include "../smallfloat.h"
 #include "host.h"
@@ -43,6 +45,11 @@ static inline __attribute__((always_inline)) ds4_pack ds4_pack_of(ds4_shape f) {
 }
 
 static inline uint32_t ds4_fp8_head(uint32_t cols) { return ((cols + DS4_FP8_TILE - 1) / DS4_FP8_TILE + 15) / 16 * 16; }
+/* X(format) for every format whose products take activations as int8. */
+#define DS4_INT8_FORMATS(X)                                                                                                                \
+  X(DS4_Q8_0)                                                                                                                              \
+  X(DS4_Q4_0) X(DS4_Q4_1) X(DS4_Q5_0) X(DS4_Q5_1) X(DS4_Q2_K) X(DS4_Q3_K) X(DS4_Q4_K) X(DS4_Q5_K) X(DS4_Q6_K) X(DS4_IQ2_XXS) X(DS4_IQ4_NL)
+
 uint64_t ds4_packed_group_bytes(int32_t format, uint64_t cols);
 /* Packs one group of a matrix as it lies in a file. */
 void ds4_pack_group(const ds4_packed *w, uint32_t group, const ds4_matrix *from);
@@ -88,6 +95,12 @@ typedef struct ds4_kernels {
 
 /* Floats of scratch that one thread needs for attend. */
 uint64_t ds4_attend_scratch(const ds4_attend *a, uint32_t n_tokens);
+
+/* The result of one row, [width], once all its splits are merged: maximum, sum, values. A row that read nothing is zeros. */
+static inline void ds4_attend_result(const float *all, uint32_t width, float *out) {
+  float inverse = 1.0f / all[1];
+  for (uint32_t i = 0; i < width; i++) out[i] = all[0] == -INFINITY && all[1] == 0.0f ? 0.0f : all[2 + i] * inverse;
+}
 
 static inline uint32_t ds4_lanes_up(uint32_t n) { return (n + DS4_LANES - 1) / DS4_LANES * DS4_LANES; }
 

@@ -294,20 +294,9 @@ void ds4_pack_group(const ds4_packed *w, uint32_t group, const ds4_matrix *from)
   if (rows < DS4_LANES) memset(to, 0, w->group_bytes);
   switch (from->format) { /* a constant format makes the loops several times as fast */
 #define CASE(format)                                                                                                                       \
-  case format: pack_blocks(format, w, at, row_bytes, rows, to); break
-    CASE(DS4_Q8_0);
-    CASE(DS4_Q4_0);
-    CASE(DS4_Q4_1);
-    CASE(DS4_Q5_0);
-    CASE(DS4_Q5_1);
-    CASE(DS4_Q2_K);
-    CASE(DS4_Q3_K);
-    CASE(DS4_Q4_K);
-    CASE(DS4_Q5_K);
-    CASE(DS4_Q6_K);
-    CASE(DS4_IQ2_XXS);
-    CASE(DS4_IQ4_NL);
-    CASE(DS4_MXFP4);
+  case format: pack_blocks(format, w, at, row_bytes, rows, to); break;
+    DS4_INT8_FORMATS(CASE)
+    CASE(DS4_MXFP4)
 #undef CASE
   case DS4_FP4: pack_fp4_rows(w, from, row, row_bytes, rows, to); break;
   case DS4_FP8:

@@ -97,19 +97,8 @@ INLINE void quant_groups(int32_t format, const ds4_packed *w, uint32_t group, ui
 static void k_matmul_quant(const ds4_packed *w, uint32_t group, uint32_t groups, const ds4_quants *x, uint32_t n, float *out) {
   switch (w->format) {
 #define CASE(format)                                                                                                                       \
-  case format: quant_groups(format, w, group, groups, x, n, out); break
-    CASE(DS4_Q8_0);
-    CASE(DS4_Q4_0);
-    CASE(DS4_Q4_1);
-    CASE(DS4_Q5_0);
-    CASE(DS4_Q5_1);
-    CASE(DS4_Q2_K);
-    CASE(DS4_Q3_K);
-    CASE(DS4_Q4_K);
-    CASE(DS4_Q5_K);
-    CASE(DS4_Q6_K);
-    CASE(DS4_IQ2_XXS);
-    CASE(DS4_IQ4_NL);
+  case format: quant_groups(format, w, group, groups, x, n, out); break;
+    DS4_INT8_FORMATS(CASE)
 #undef CASE
   }
 }

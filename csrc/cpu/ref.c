@@ -228,11 +228,15 @@ static int ref_add(ds4_backend *b, float *x, const float *y, uint64_t n) {
 
 /* ---- rows ----------------------------------------------------------------------------------------------------------------------- */
 
+static void to_f16(const float *x, uint32_t n, uint16_t *out) {
+  for (uint32_t i = 0; i < n; i++) out[i] = ds4_to_f16(x[i]);
+}
+
 static int ref_rows_write(ds4_backend *b, const ds4_layout *l, uint32_t layer, uint32_t part, const ds4_view *views, const ds4_batch *batch,
                           const uint32_t *row, const float *x) {
   (void)b;
   for (uint32_t t = 0; t < batch->n; t++, x += l->part[part].heads * l->part[part].width)
-    ds4_row_write(l, layer, part, &views[batch->segment[t]], row[t], x);
+    ds4_row_write(l, layer, part, &views[batch->segment[t]], row[t], x, to_f16);
   return DS4_OK;
 }
 
